@@ -29,7 +29,7 @@ HEADINGS = {
     "checkpoints": "Checkpoints",
     "compact": "Low-bit state",
     "devices": "Many devices",
-    "leafwise": "Low-bit steps and their kernels",
+    "engine": "Low-bit steps and their kernels",
     "masters": "Master params",
     "reports": "Reports",
     "scaling": "Loss scaling",

@@ -6,72 +6,123 @@ annotations and `isinstance`, are in the folders alone: `optax_mp.reports`,
 `optax_mp.compact`, and `optax_mp.masters.Storage`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 # isort: off
-# High-precision weights in the optimizer state, and how they are kept.
-from optax_mp.masters._transform import mixed_precision
-from optax_mp.masters._access import follow_params, master_params, replace_master_params
-from optax_mp.masters._split import Split
-from optax_mp.masters._storage import FullCopy, MixedPrecisionState
+if TYPE_CHECKING:
+    # High-precision weights in the optimizer state, and how they are kept.
+    from optax_mp.masters._transform import mixed_precision
+    from optax_mp.masters._access import (
+        follow_params,
+        master_params,
+        replace_master_params,
+    )
+    from optax_mp.masters._split import Split
+    from optax_mp.masters._storage import FullCopy, MixedPrecisionState
 
-# Float16: scale the loss, skip steps that overflow.
-from optax_mp.scaling._loss_scaling import dynamic_loss_scale, static_loss_scale
-from optax_mp.scaling._gradients import scale_loss, value_and_grad
-from optax_mp.scaling._state import LossScaleState, check_loss_scale, loss_scale
+    # Float16: scale the loss, skip steps that overflow.
+    from optax_mp.scaling._loss_scaling import dynamic_loss_scale, static_loss_scale
+    from optax_mp.scaling._gradients import scale_loss, value_and_grad
+    from optax_mp.scaling._state import LossScaleState, check_loss_scale, loss_scale
 
-# Loss scaling for loops without an optimizer state.
-from optax_mp.scaling._values import (
-    DynamicLossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    dynamic_scale_grad,
-    dynamic_scale_value_and_grad,
-)
+    # Loss scaling for loops without an optimizer state.
+    from optax_mp.scaling._values import (
+        DynamicLossScale,
+        NoOpLossScale,
+        StaticLossScale,
+        dynamic_scale_grad,
+        dynamic_scale_value_and_grad,
+    )
 
-# The dtypes of params, computation and outputs; casts and checks of trees.
-from optax_mp._policy import Policy, get_policy
-from optax_mp._dtypes import half_dtype
-from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
+    # The dtypes of params, computation and outputs; casts and checks of trees.
+    from optax_mp._policy import Policy, get_policy
+    from optax_mp._dtypes import half_dtype
+    from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
 
-# Run a float32 function in mixed precision.
-from optax_mp.autocast._amp import amp, amp_stop
-from optax_mp.autocast._report import amp_report
-from optax_mp.autocast._rules import default_amp_rules
+    # Run a float32 function in mixed precision.
+    from optax_mp.autocast._amp import amp, amp_stop
+    from optax_mp.autocast._report import amp_report
+    from optax_mp.autocast._rules import default_amp_rules
 
-# Low-bit optimizer states, training without masters, and sums over micro-batches.
-from optax_mp.compact._accumulator import gradient_accumulator
-from optax_mp.compact._low_bit import low_bit_state
-from optax_mp.compact._stochastic import stochastic_rounding
+    # Low-bit optimizer states, training without masters, and sums over micro-batches.
+    from optax_mp.compact._accumulator import gradient_accumulator
+    from optax_mp.compact._low_bit import low_bit_state
+    from optax_mp.compact._stochastic import stochastic_rounding
 
-# A step in one pass over memory.
-from optax_mp.leafwise._take_step import take_step
+    # A step in one pass over memory.
+    from optax_mp._take_step import take_step
 
-# The step of stacked layers in the backward pass, without an array of all gradients.
-from optax_mp.release._release import release_gradients
-from optax_mp.release._scan import scan_layers
+    # The step of stacked layers in the backward pass, without all gradients at once.
+    from optax_mp.release._release import release_gradients
+    from optax_mp.release._scan import scan_layers
 
-# Many devices.
-from optax_mp.devices._offload import offload
-from optax_mp.devices._state_shardings import state_shardings
-from optax_mp.devices._sum import sum_gradients
-from optax_mp.devices._zero1 import zero1
+    # Many devices.
+    from optax_mp.devices._offload import offload
+    from optax_mp.devices._state_shardings import state_shardings
+    from optax_mp.devices._sum import sum_gradients
+    from optax_mp.devices._zero1 import zero1
 
-# Check and convert saved states.
-from optax_mp.checkpoints._check import check_checkpoint
-from optax_mp.checkpoints._convert import convert_opt_state
+    # Check and convert saved states.
+    from optax_mp.checkpoints._check import check_checkpoint
+    from optax_mp.checkpoints._convert import convert_opt_state
 
-# In which precision a function runs, what to log while training, what low precision
-# loses, and how much memory is needed.
-from optax_mp.reports._precision import precision_report
-from optax_mp.reports._metrics import metrics
-from optax_mp.reports._gradient_range import gradient_range_report
-from optax_mp.reports._updates import update_report
-from optax_mp.reports._memory_report import memory_report
-from optax_mp.reports._step_report import step_report
-from optax_mp.reports._collectives import collectives_report
+    # In which precision a function runs, what to log while training, what low precision
+    # loses, and how much memory is needed.
+    from optax_mp.reports._precision import precision_report
+    from optax_mp.reports._metrics import metrics
+    from optax_mp.reports._gradient_range import gradient_range_report
+    from optax_mp.reports._updates import update_report
+    from optax_mp.reports._memory_report import memory_report
+    from optax_mp.reports._step_report import step_report
+    from optax_mp.reports._collectives import collectives_report
 
-# The category of all warnings of this package.
-from optax_mp._warnings import MixedPrecisionWarning
+    # The category of all warnings of this package.
+    from optax_mp._warnings import MixedPrecisionWarning
 # isort: on
+
+# The same once more: a name is imported when it is first used, so that a program pays
+# for the parts that it uses. All of them take half as long as JAX and optax.
+_HOMES = {
+    "masters._transform": "mixed_precision",
+    "masters._access": "follow_params master_params replace_master_params",
+    "masters._split": "Split",
+    "masters._storage": "FullCopy MixedPrecisionState",
+    "scaling._loss_scaling": "dynamic_loss_scale static_loss_scale",
+    "scaling._gradients": "scale_loss value_and_grad",
+    "scaling._state": "LossScaleState check_loss_scale loss_scale",
+    "scaling._values": "DynamicLossScale NoOpLossScale StaticLossScale "
+    "dynamic_scale_grad dynamic_scale_value_and_grad",
+    "_policy": "Policy get_policy",
+    "_dtypes": "half_dtype",
+    "_tree": "all_finite cast_floating nonfinite_paths select_tree",
+    "autocast._amp": "amp amp_stop",
+    "autocast._report": "amp_report",
+    "autocast._rules": "default_amp_rules",
+    "compact._accumulator": "gradient_accumulator",
+    "compact._low_bit": "low_bit_state",
+    "compact._stochastic": "stochastic_rounding",
+    "_take_step": "take_step",
+    "release._release": "release_gradients",
+    "release._scan": "scan_layers",
+    "devices._offload": "offload",
+    "devices._state_shardings": "state_shardings",
+    "devices._sum": "sum_gradients",
+    "devices._zero1": "zero1",
+    "checkpoints._check": "check_checkpoint",
+    "checkpoints._convert": "convert_opt_state",
+    "reports._precision": "precision_report",
+    "reports._metrics": "metrics",
+    "reports._gradient_range": "gradient_range_report",
+    "reports._updates": "update_report",
+    "reports._memory_report": "memory_report",
+    "reports._step_report": "step_report",
+    "reports._collectives": "collectives_report",
+    "_warnings": "MixedPrecisionWarning",
+}
+_FOLDERS = (
+    "autocast checkpoints compact devices masters release reports scaling".split()
+)
 
 __version__ = "1.0.0"
 
@@ -127,3 +178,19 @@ __all__ = [
     "value_and_grad",
     "zero1",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, or a folder; import it."""
+    if name in _FOLDERS:
+        return importlib.import_module(f"optax_mp.{name}")
+    for home, names in _HOMES.items():
+        if name in names.split():
+            found = getattr(importlib.import_module(f"optax_mp.{home}"), name)
+            return globals().setdefault(name, found)
+    raise AttributeError(f"module 'optax_mp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return [*globals(), *__all__]

@@ -1,6 +1,6 @@
 """Take a step, or skip it entirely: the one mechanism for every wrapper that skips.
 
-The step runs in any case. Each array of the new state is chosen where the step computes
+The step always runs. Each array of the new state is chosen where the step computes
 it, so that the rest of the step reads the array that is stored. If the choice came
 after the step, XLA would keep both: on a TPU a second master, on a CPU copies of all of
 the old state. A TPU or GPU reads the old values anyway, so that a choice costs nothing
@@ -21,18 +21,18 @@ from jax import lax
 
 from optax_mp._context import Choice, context_of, with_context
 from optax_mp._jax._arrays import is_array, is_traced
-from optax_mp._jax._jaxpr import Equation, bind, choose_where_computed, evaluate
+from optax_mp._jax._jaxpr import Equation, bind, evaluate
 from optax_mp._jax._memory import is_on_host, to_device, to_host
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves
 
 # Takes the state before the step and extra arguments for the optimizer within, and
 # returns (updates, state after it).
-StepFunction = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
+StepFn = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
 
 
 def choose_step(
-    proceed: Choice, step: StepFunction, state: Any, extra_args: dict[str, Any]
+    proceed: Choice, step: StepFn, state: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Return the result of `step`; if not `proceed`, negative zeros and the old state.
 
@@ -57,11 +57,53 @@ def choose_step(
     def run_call(call: Equation, inputs: list[Any]) -> list[Any]:
         # Constants that `step` reads are in front of its arguments.
         at = len(inputs) - len(traced.arrays)
-        jaxpr = choose_where_computed(call.params["jaxpr"], at)
+        jaxpr = _choose_where_computed(call.params["jaxpr"], at)
         return bind(call, inputs, {**call.params, "jaxpr": jaxpr})
 
     traced = TracedCall.of(choose, (proceed, state), is_traced, jit_name="choose_step")
     return traced.unflatten(evaluate(traced.closed, traced.arrays, run_call))
+
+
+def _choose_where_computed(closed: Any, at: int) -> Any:
+    """Return a jaxpr with its choices moved to where values are computed.
+
+    A choice is a `select_n` by the input `at`, or by what is made of that alone,
+    between another input and a value that is chosen once. All later equations read the
+    chosen value.
+    """
+    # Variables by `id`, since not every literal among the inputs has a hash.
+    jaxpr = closed.jaxpr
+    arguments = set(map(id, jaxpr.invars))
+    made = {id(variable) for x in jaxpr.eqns for variable in x.outvars}
+    predicates, equations, choices = {id(jaxpr.invars[at])}, [], {}
+    for equation in jaxpr.eqns:
+        invars = equation.invars
+        if len(invars) == 1 and id(invars[0]) in predicates:
+            predicates.add(id(equation.outvars[0]))
+            equations.append(equation)  # in front of all others
+        elif equation.primitive.name == "select_n" and len(invars) == 3:
+            which, old, new = map(id, invars)
+            if which in predicates and old in arguments and new in made:
+                choices.setdefault(new, []).append(equation)
+    early = {new: made[0] for new, made in choices.items() if len(made) == 1}
+    placed = set(map(id, (*equations, *early.values())))
+    chosen: dict[int, Any] = {}
+
+    def read(variables: Sequence[Any]) -> list[Any]:
+        return [chosen.get(id(x), x) for x in variables]
+
+    for equation in jaxpr.eqns:
+        if id(equation) in placed:
+            continue
+        if not chosen.keys().isdisjoint(map(id, equation.invars)):
+            equation = equation.replace(invars=read(equation.invars))
+        equations.append(equation)
+        for variable in equation.outvars:
+            if (choice := early.get(id(variable))) is not None:
+                equations.append(choice)
+                chosen[id(variable)] = choice.outvars[0]
+    outputs = read(jaxpr.outvars)
+    return closed.replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outputs))
 
 
 def _choose_state(proceed: Choice, new_state: Any, state: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optax_mp._boxes import Divides
 from optax_mp._jax._arrays import spec_in_type
@@ -20,7 +20,7 @@ from optax_mp._jax._memory import HOST_KIND, is_host_type, is_on_host
 from optax_mp._jax._sharding import entries_of, fits_blocks, place_like
 from optax_mp._jax._traced import TracedCall
 from optax_mp._states import find_owners
-from optax_mp._tree import PyTree, ends_in, is_array
+from optax_mp._tree import PyTree, ends_in, is_array, spread_prefix
 
 
 def place_like_params(state: PyTree, params: PyTree) -> PyTree:
@@ -137,3 +137,26 @@ def named_sharding(leaf: Any) -> NamedSharding | None:
     """Return the sharding of an array, or of a description, if it is on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def spread_shardings(
+    params: Any, shardings: Any, caller: str
+) -> list[NamedSharding | None]:
+    """Return the sharding of each param, None where a mesh is not known.
+
+    Args:
+        params: the params.
+        shardings: a tree of shardings like these, a prefix of one, or None.
+        caller: the public function that the user called, for error messages.
+    """
+    if shardings is None:
+        return []
+    leaves = spread_prefix(params, shardings, f"{caller}: `param_shardings`")
+    for leaf in leaves:
+        if not isinstance(leaf, Sharding):
+            raise TypeError(
+                f"{caller}: expected `param_shardings` to hold shardings, such as a "
+                f"`jax.sharding.NamedSharding`, got {leaf!r}; pass "
+                "`jax.tree.map(lambda p: p.sharding, params)`."
+            )
+    return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]

@@ -193,12 +193,3 @@ def difference(target: jax.Array, start: jax.Array) -> jax.Array:
     # gradients, and so keep that one beside the sums: 4 bytes per weight.
     zero = lax.convert_element_type(moves, change.dtype)  # where it is read
     return lax.select(moves, change, zero)
-
-
-def is_subnormal(x: jax.Array) -> jax.Array:
-    """Return where floats are nearer to zero than the smallest normal number."""
-    # As bits, because CPUs compare such numbers equal to zero.
-    pattern = lax.bitcast_convert_type(lax.abs(x), jnp.dtype(f"int{bits(x.dtype)}"))
-    smallest = jnp.finfo(x.dtype).smallest_normal.view(pattern.dtype)
-    is_under = lax.lt(pattern, constant_like(pattern, smallest))
-    return lax.bitwise_and(is_under, lax.gt(pattern, lax.sub(pattern, pattern)))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 
 class _Typed(type):
@@ -30,6 +29,7 @@ def type_with(base: type, name: str, value: Hashable) -> Any:
         members = {
             name: value,
             "made_from": key,
+            "holds_codes": _holds_codes(value),
             "__slots__": (),
             "__doc__": "See the base class.",
             "__module__": base.__module__,
@@ -42,6 +42,12 @@ def type_with(base: type, name: str, value: Hashable) -> Any:
         # Another thread may have been faster.
         _types.setdefault(key, _Typed(base.__name__, (base,), members))
     return _types[key]
+
+
+def _holds_codes(setting: Any) -> bool:
+    """Return whether a `Code`, or the storage of masters, makes low-bit arrays."""
+    is_part = getattr(setting, "param_is_part", False)
+    return getattr(setting, "holds_codes", is_part)
 
 
 def _repr(node: Any) -> str:
@@ -91,6 +97,11 @@ class Code:
     group_size: int | None = None
 
     @property
+    def holds_codes(self) -> bool:
+        """Return whether it makes integers, and no 16-bit floats."""
+        return self.block_size is not None
+
+    @property
     def group_axis(self) -> int:
         """Return the axis along which rows have shifts in common."""
         return -2 if self.axis == -1 else -1
@@ -125,8 +136,7 @@ class Quantized(NamedTuple):
             attribute, not a leaf.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
+        >>>         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones((256, 256))}
         >>> state = optax_mp.low_bit_state(optax.adam(1e-3)).init(params)
@@ -154,14 +164,3 @@ def new_quantized(code: Code, *arrays: Any) -> Quantized:
 def is_quantized(node: Any) -> bool:
     """Return whether a node of a state is a quantized array."""
     return isinstance(node, Quantized)
-
-
-_PACKED = frozenset(
-    jnp.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (4, 8, 16)
-)
-
-
-def holds_packed(tree: Any) -> bool:
-    """Return whether a tree has low-bit arrays: codes, or the bits that params lack."""
-    dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(tree)]
-    return not _PACKED.isdisjoint(dtypes)

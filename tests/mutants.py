@@ -29,31 +29,38 @@ _policy.py | pattern = pattern.lower() | pattern = pattern.upper() | test_policy
 _dtypes.py | multiple * step, rounded) | rounded, rounded) | test_dtypes.py
 _dtypes.py | is_above & is_finite, is_below & is_finite | is_above, is_below | test_dtypes.py
 _states.py | contents is not None and not any(map(is_above, contents)) | contents is not None | test_states.py
-_jax/_contact.py | "stablehlo.convert" | "stablehlo.cast" | _jax
+engine/_lowered.py | "stablehlo.convert" | "stablehlo.cast" | _jax/test_contact.py
 _jax/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "v" | _jax
 _jax/_contact.py | _SETTINGS = "in_shardings" | _SETTINGS = "in_sharding" | _jax
-_jax/_by_platform.py | if target.platform == "tpu":  # no kernel | if target.platform == "cuda":  # no kernel | leafwise/test_take_step.py
-_jax/_by_platform.py | if others or platform not in PLATFORMS or is_placed: | if platform not in PLATFORMS or is_placed: | _jax
-_jax/_on_cpu.py | (name == "jit" and several and not | (False and not | _jax/test_on_cpu.py
-_jax/_on_cpu.py | lax.population_count(number), np.int32(32) | number, np.int32(32) | _jax/test_on_cpu.py
+engine/_by_platform.py | if target.platform == "tpu":  # no kernel | if target.platform == "cuda":  # no kernel | engine/test_take_step.py
+engine/_by_platform.py | if others or platform not in _ALL or is_placed: | if platform not in _ALL or is_placed: | engine/test_by_platform.py
+engine/_in_turn.py | (name == "jit" and several and not | (False and not | engine/test_in_turn.py
+engine/_in_turn.py | lax.population_count(number), np.int32(32) | number, np.int32(32) | engine/test_in_turn.py
+_jax/_outlined.py | function.__name__ += _MARK | function.__name__ += "" | engine/test_in_turn.py
+compact/_blocks.py | @outlined(0, 1, 2) | @partial(jax.jit, static_argnums=(0, 1, 2)) | engine/test_in_turn.py
+compact/_random_numbers.py | @outlined(0) | @__import__("functools").partial(jax.jit, static_argnums=0) | engine/test_in_turn.py
+masters/_split.py | @outlined(0) | @_traced_once | engine/test_in_turn.py
+_context.py | structures += structure.children() | structures += [] | engine/test_kernels.py
+engine/_in_turn.py | run, given = bind, waiting | run, given = bind, values | engine/test_in_turn.py
+engine/_in_turn.py | if target.device_count == 1 else () | if target.device_count else () | engine/test_in_turn.py
 _jax/_dataflow.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_signs.py compact/test_low_bit.py compact/test_partly_coded.py
 _jax/_control_flow.py | return params["length"] | return 1 | _jax/test_jaxpr.py
 _jax/_primitives.py | f32         keeps   expm1* | f32         always  expm1* | _jax
 _jax/_block_operations.py | missing = blocks.count * blocks.size - blocks.length | missing = 0 | compact/test_blocks.py
-_jax/_block_operations.py | moved = replace(blocks, axis=blocks.axis + 1) | moved = blocks | compact/test_blocks.py compact/test_low_bit.py leafwise/test_take_step.py
-leafwise/_evaluator.py | ((rest == 0.5) & is_odd) | (rest == 0.5) | leafwise/test_kernels.py
-leafwise/_evaluator.py | (unit // 2 - 1) + is_odd | (unit // 2) | leafwise/test_kernels.py
-leafwise/_evaluator.py | return (x << unused) >> unused | return x | leafwise/test_kernels.py
-leafwise/_chunks.py | return column + start + part.origin[axis] | return column + start | leafwise/test_chunks.py leafwise/test_take_step.py
-leafwise/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if name | leafwise/test_take_step.py leafwise/test_sharded.py
-leafwise/_layout.py | or own[x] % size == 0 for | or own[x] > 0 for | leafwise/test_sharded.py
-leafwise/_tails.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py leafwise/test_take_step.py
-leafwise/_tails.py | if not (x.aval.ndim and _is_elementwise(node))} | if not _is_elementwise(node)} | leafwise/test_take_step.py
-leafwise/_take_step.py | state, platforms=("tpu",)) | state) | leafwise/test_take_step.py
-leafwise/_proof.py | if is_wrong.any(): | if is_wrong.all(): | leafwise/test_proof.py
-leafwise/_gpu.py | at = at if not axis else lax.rem(at, jnp.int32(shape[axis])) | at = at + axis | leafwise/test_proof.py leafwise/test_take_step.py
-leafwise/_kernels.py | ("TPU v2", "TPU v3") | ("TPU v2",) | leafwise/test_kernels.py
-leafwise/_from_host.py | lax.fori_loop(jnp.int32(0), self.rounds, body, starts) | lax.fori_loop(jnp.int32(0), jnp.int32(1), body, starts) | devices/test_offload.py devices/test_host_state.py
+_jax/_block_operations.py | moved = replace(blocks, axis=blocks.axis + 1) | moved = blocks | compact/test_blocks.py compact/test_low_bit.py engine/test_take_step.py
+engine/_evaluator.py | ((rest == 0.5) & is_odd) | (rest == 0.5) | engine/test_kernels.py
+engine/_evaluator.py | (unit // 2 - 1) + is_odd | (unit // 2) | engine/test_kernels.py
+engine/_evaluator.py | return (x << unused) >> unused | return x | engine/test_kernels.py
+engine/_chunks.py | return column + start + part.origin[axis] | return column + start | engine/test_chunks.py engine/test_take_step.py
+engine/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if name | engine/test_take_step.py engine/test_sharded.py
+engine/_layout.py | or own[x] % size == 0 for | or own[x] > 0 for | engine/test_sharded.py
+engine/_tails.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py engine/test_take_step.py
+engine/_tails.py | if not (x.aval.ndim and | if not ( | engine/test_take_step.py
+engine/_tailwise.py | shardings, platforms=("tpu",)) | shardings) | engine/test_take_step.py
+engine/_proof.py | if is_wrong.any(): | if is_wrong.all(): | engine/test_proof.py
+engine/_gpu.py | at = at if not axis else lax.rem(at, jnp.int32(shape[axis])) | at = at + axis | engine/test_proof.py engine/test_take_step.py
+engine/_kernels.py | ("TPU v2", "TPU v3") | ("TPU v2",) | engine/test_kernels.py
+engine/_from_host.py | lax.fori_loop(jnp.int32(0), self.rounds, body, starts) | lax.fori_loop(jnp.int32(0), jnp.int32(1), body, starts) | devices/test_offload.py devices/test_host_state.py
 compact/_blocks.py | distance = lax.add(lax.mul(below, _TWO), _ONE) | distance = lax.mul(below, _TWO) | compact/test_blocks.py compact/test_low_bit.py
 compact/_blocks.py | np.int32(0xFFFF)) | np.int32(0)) | compact/test_blocks.py
 compact/_blocks.py | if size < _GOOD_ROWS: | if False: | compact/test_blocks.py
@@ -90,6 +97,9 @@ scaling/_overwrite.py | (change == -start) & ~is_zero | (change == -start) & is_
 scaling/_values.py | ~finite & (tries < redo_on_nan) | ~finite & (tries <= redo_on_nan) | scaling/test_retries.py
 scaling/_state.py | np.lexsort(keys)[-1] | np.lexsort(keys)[0] | scaling/test_check.py
 devices/_zero1.py | jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference) | difference | devices/test_zero1.py
+devices/_zero1.py | *args, of_state, cuts) | *args, [], cuts) | devices/test_zero1.py
+devices/_zero1.py | last = i if is_large else last | last = None | devices/test_zero1.py
+devices/_sum.py | jnp.float32 if scatter else dtype, 0, part | dtype, 0, part | devices/test_sum.py
 devices/_sum.py | start = -jnp.zeros_like | start = jnp.zeros_like | devices/test_sum.py
 devices/_sum.py | return total + x.astype(jnp.float32), None | return (total.astype(x.dtype) + x).astype(jnp.float32), None | devices/test_sum.py
 devices/_cut.py | if any(name in names for names in whole for name in axes): | if False: | devices/test_zero1.py devices/test_sharding.py

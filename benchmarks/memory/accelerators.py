@@ -144,9 +144,13 @@ def measure_zero1(form: str, target: str, side: int) -> record.Row:
     whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), args)
     parts = optax_mp.state_shardings(tx, args[0], whole[0])
     row: record.Row = {"form": form}
+    weights = LEAVES * side * side / 8
     for way, step in {"": by_optax(tx), ", take_step": in_one_pass(tx)}.items():
         compiled = compile_step(step, args, target, (whole[0], parts, whole[2]))
-        row |= costs_of(compiled, LEAVES * side * side / 8, way)
+        row |= costs_of(compiled, weights, way)
+        # XLA counts a collective that starts and is done twice.
+        row[f"moved{way}"] = traffic.bytes_moved(compiled.as_text()) / weights
+        row[f"collectives{way}"] = collectives_in(compiled)
     return row
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 # They move nothing themselves.
 _FREE = frozenset(
     """parameter constant tuple get-tuple-element bitcast while after-all copy-done
-    slice-done iota""".split()
+    slice-done all-gather-done iota""".split()
 )
 # TPUs have convolutions for them.
 _PRODUCTS = ("dot", "convolution")

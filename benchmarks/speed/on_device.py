@@ -45,14 +45,14 @@ import record  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 
 import optax_mp  # noqa: E402
-from optax_mp._jax._by_platform import Target  # noqa: E402
-from optax_mp.leafwise import (  # noqa: E402
-    _engine,
+from optax_mp._take_step import bind_step  # noqa: E402
+from optax_mp.engine import (  # noqa: E402
     _kernels,
     _layout,
     _proof,
-    _take_step,
+    _tailwise,
 )
+from optax_mp.engine._by_platform import Target  # noqa: E402
 
 PACKED = ("Split(16)", "Split(8)", "8-bit state", "5.1 bytes",
           "5.1 bytes, loss scale", "stochastic rounding")  # fmt: skip
@@ -218,7 +218,7 @@ def time_torch(scale: Scale, name: str, dtype: str, least: float) -> record.Row:
 def compare_kernels(scale: Scale, form: str) -> record.Row:
     """Return in how many elements a form's kernels differ from XLA, bit by bit.
 
-    It is what a first step compares: see `optax_mp/leafwise/_proof.py`. On a CPU,
+    It is what a first step compares: see `optax_mp/engine/_proof.py`. On a CPU,
     Pallas interprets the kernels of a GPU.
     """
     (device,) = jax.local_devices()[:1]
@@ -253,8 +253,8 @@ def tails_of(form: str, shape: tuple[int, ...]) -> list[Any]:
     params, grads = ({"w": jax.ShapeDtypeStruct(shape, x)} for x in dtypes)
 
     def trace(*args: Any) -> None:
-        step, inputs, kept, _ = _take_step.whole_step("", tx, *args, None, {})
-        traced = _engine.trace_step(step, inputs, kept)
+        step, inputs, kept, _ = bind_step("", tx, *args, None, {})
+        traced = _tailwise.trace_step(step, inputs, kept)
         assert not isinstance(traced, str), traced
         found.extend(traced.tails)
 

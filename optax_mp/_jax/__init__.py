@@ -15,5 +15,7 @@ It imports nothing else of the package but its warnings.
 - `_sharding`: shard one array like another, by its type or by a hint to XLA.
 - `_memory`: arrays in host memory.
 - `_block_operations`: between elements and the scales of their blocks.
-- `_by_platform`: a call with another implementation on some platforms.
+- `_rules`: what an operation is defined with.
+- `_outlined`: functions that XLA for CPUs must not inline.
+- `_experimental`: the door to `jax.experimental`.
 """

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+
+from optax_mp._jax._rules import Primitive, ad, batching, mlir
 
 SPREAD, LARGEST = "spread", "largest"
 

@@ -7,7 +7,6 @@ what to do.
 """
 
 import functools
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._warnings import warn
@@ -24,39 +21,22 @@ from optax_mp._warnings import warn
 # The names and texts. Later versions of JAX say `manual_axis_type`, earlier ones `vma`.
 _SETTINGS = "in_shardings", "out_shardings", "in_layouts", "out_layouts"
 _VARYING = "manual_axis_type", "vma"
-_TRANSPOSE, _SOURCE, _CONVERT = "transpose", "func_src_info", "stablehlo.convert"
+_TRANSPOSE, _SOURCE = "transpose", "func_src_info"
 _CARRY_ERROR = "carry input and carry output must have equal", "dtypes do not match"
-# Shardy's text for axes of an array, each over none, one or more axes of a mesh whose
-# devices are in the program's order. A text that says more does not match.
-_SHARDING = re.compile(r"#sdy\.sharding<mesh<\[([^]]*)\]>, \[([^]?:]*)\]>")
 
-# What is off without a fact, and what to do.
-_OFF = {
-    "is_traced_by_jit": "low-bit steps have no kernels, and `jax.jit(tx.init)` may put "
-    "the state on every device: pass `out_shardings=state_shardings(tx, params)`",
-    "is_seen": "low-bit steps within `shard_map` have no kernels",
-    "is_plain_call": "low-bit steps have no kernels",
-    "varying_axes": "arrays in `shard_map` may be taken for equal on all devices: "
-    "pass it `check_vma=False`",
-    "is_transposed": "reports of precision take backward passes for forward passes",
-    "place_of": "reports may name lines of JAX",
-    "is_carry_error": "errors on the carry of a loop are not explained",
-    "widened_from": "low-bit steps read gradients in float32: take them in 16 bits",
-    "sharding_of": "low-bit steps over several devices have no kernels: pass "
-    "`param_shardings` to `take_step`",
-}
-_FLOAT, _BFLOAT = (jax.ShapeDtypeStruct((4,), x) for x in ("float32", "bfloat16"))
-_MESH = AbstractMesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+FLOAT, BFLOAT = (jax.ShapeDtypeStruct((4,), x) for x in ("float32", "bfloat16"))
+MESH = AbstractMesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
 Ask = Callable[[Any], Any]
 
 
-def _tried(is_right: Callable[[Ask], Any], safe: Any) -> Callable[[Ask], Any]:
+def tried(is_right: Callable[[Ask], Any], safe: Any, off: str) -> Callable[[Ask], Any]:
     """Decorate a function that asks JAX something: it is tried at its first call.
 
     Args:
         is_right: asks it about tiny programs, and returns whether the answers are true.
         safe: the answer to everything if they are not.
+        off: what is off then, and what to do.
     """
 
     def decorate(ask: Ask) -> Any:
@@ -72,7 +52,7 @@ def _tried(is_right: Callable[[Ask], Any], safe: Any) -> Callable[[Ask], Any]:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
             warn(
                 f"optax_mp: JAX {jax.__version__} is not as `{ask.__name__}` expects "
-                f"({why}), so {_OFF[ask.__name__]}. Update optax_mp or use another JAX."
+                f"({why}), so {off}. Update optax_mp or use another JAX."
             )
             return False
 
@@ -88,7 +68,7 @@ def _tried(is_right: Callable[[Ask], Any], safe: Any) -> Callable[[Ask], Any]:
 @functools.cache
 def _class_in_jit() -> type:
     kinds: list[type] = []
-    jax.eval_shape(lambda x: kinds.append(type(x)), _FLOAT)
+    jax.eval_shape(lambda x: kinds.append(type(x)), FLOAT)
     return kinds[0]
 
 
@@ -99,13 +79,18 @@ def _about_arguments(ask: Ask) -> bool:
         found.append(ask(x))
         return x
 
-    jax.eval_shape(note, _FLOAT)
-    jax.eval_shape(lambda x: jax.vmap(note)(x), _FLOAT)
-    jax.eval_shape(lambda x: jax.jvp(note, (x,), (x,)), _FLOAT)
+    jax.eval_shape(note, FLOAT)
+    jax.eval_shape(lambda x: jax.vmap(note)(x), FLOAT)
+    jax.eval_shape(lambda x: jax.jvp(note, (x,), (x,)), FLOAT)
     return found == [True, False, False]
 
 
-@_tried(_about_arguments, False)
+@tried(
+    _about_arguments,
+    False,
+    "low-bit steps have no kernels, and `jax.jit(tx.init)` may put the state on "
+    "every device: pass `out_shardings=state_shardings(tx, params)`",
+)
 def is_traced_by_jit(x: Any) -> bool:
     """Return whether `x` is traced by `jit` only, and not by `vmap` or `grad`."""
     return type(x) is _class_in_jit()
@@ -121,7 +106,11 @@ def _class_of_axis() -> type:
     return type(effect)
 
 
-@_tried(lambda ask: all(map(ask, _effects(lambda: jax.debug.print("")))), True)
+@tried(
+    lambda ask: all(map(ask, _effects(lambda: jax.debug.print("")))),
+    True,
+    "low-bit steps within `shard_map` have no kernels",
+)
 def is_seen(effect: Any) -> bool:
     """Return whether an effect is more than to read the name of an axis of a mesh."""
     return type(effect) is not _class_of_axis()
@@ -137,11 +126,15 @@ def _unspecified() -> set[type]:
 
 
 def _about_calls(ask: Ask) -> bool:
-    placed = NamedSharding(_MESH, PartitionSpec())
+    placed = NamedSharding(MESH, PartitionSpec())
     return ask(_call()) and not ask(_call(in_shardings=placed))
 
 
-@_tried(_about_calls, False)
+@tried(
+    _about_calls,
+    False,
+    "low-bit steps have no kernels",
+)
 def is_plain_call(equation: Any) -> bool:
     """Return whether a call, of `jit` or not, asks for no sharding and no layout."""
     settings = [x for name in _SETTINGS for x in equation.params.get(name, ())]
@@ -156,7 +149,7 @@ def _about_ranks(ask: Ask) -> bool:
         return jnp.zeros(1)
 
     spec = PartitionSpec("a")
-    jax.eval_shape(jax.shard_map(note, mesh=_MESH, in_specs=(), out_specs=spec))
+    jax.eval_shape(jax.shard_map(note, mesh=MESH, in_specs=(), out_specs=spec))
     return found == [{"a"}, set()]
 
 
@@ -166,7 +159,12 @@ def _varying(aval: Any) -> dict[str, Any]:
     return dict([x for x in found.items() if x[1] is not None][-1:])
 
 
-@_tried(_about_ranks, frozenset())
+@tried(
+    _about_ranks,
+    frozenset(),
+    "arrays in `shard_map` may be taken for equal on all devices: pass it "
+    "`check_vma=False`",
+)
 def varying_axes(x: Any) -> frozenset[Any]:
     """Return the axes of shard_map over which `x` differs, by its type."""
     axes = _varying(getattr(x, "aval", None)).values()
@@ -188,14 +186,22 @@ def _about_a_gradient(ask: Ask) -> bool:
     return set(map(ask, equations)) == {True, False}
 
 
-@_tried(_about_a_gradient, False)
+@tried(
+    _about_a_gradient,
+    False,
+    "reports of precision take backward passes for forward passes",
+)
 def is_transposed(equation: Any) -> bool:
     """Return whether an equation is of the backward pass of a gradient."""
     parts = equation.source_info.name_stack.stack
     return any(_TRANSPOSE in str(getattr(part, "name", part)) for part in parts)
 
 
-@_tried(lambda ask: __file__ in ask(jax.make_jaxpr(lambda x: x)(1.0).jaxpr), "")
+@tried(
+    lambda ask: __file__ in ask(jax.make_jaxpr(lambda x: x)(1.0).jaxpr),
+    "",
+    "reports may name lines of JAX",
+)
 def place_of(jaxpr: Any) -> str:
     """Return the name, file and line of the function that a jaxpr was traced from."""
     return getattr(getattr(jaxpr, "debug_info", None), _SOURCE, None) or ""
@@ -206,82 +212,17 @@ def _about_a_loop(ask: Ask) -> bool:
         return lax.while_loop(lambda _: True, lambda x: x.astype(jnp.float32), x)
 
     try:
-        jax.eval_shape(loop, _BFLOAT)
+        jax.eval_shape(loop, BFLOAT)
     except TypeError as error:
         return ask(error)
     return False
 
 
-@_tried(_about_a_loop, False)
+@tried(
+    _about_a_loop,
+    False,
+    "errors on the carry of a loop are not explained",
+)
 def is_carry_error(error: TypeError) -> bool:
     """Return whether a loop returned its carry in another dtype than it takes."""
     return all(part in str(error) for part in _CARRY_ERROR)
-
-
-# Hands on a value to a function while a program is lowered.
-_read = Primitive("optax_mp_read")
-_read.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(
-    _read, lambda _, value, *, read: [value, read(value)][:1], cacheable=False
-)
-
-
-def _read_lowered(read: Ask, function: Ask, argument: Any) -> Any:
-    """Return what is read of the result of a function while that is lowered."""
-    found: list[Any] = []
-
-    def program(x: Any) -> Any:
-        return _read.bind(function(x), read=lambda value: found.append(read(value)))
-
-    jax.jit(program).trace(argument).lower(lowering_platforms=("tpu",))
-    return found[0]
-
-
-def _about_converts(ask: Ask) -> bool:
-    return _read_lowered(ask, lambda x: x.astype("float32"), _BFLOAT)[1] == "bfloat16"
-
-
-@_tried(_about_converts, None)
-def widened_from(value: Any) -> tuple[Any, Any] | None:
-    """Return the 16-bit array that a float32 one was converted from, and its dtype.
-
-    A loop or `value_and_grad` converts gradients, for example. XLA would write the
-    float32 array to memory for a kernel, at twice the size. None if it was not
-    converted.
-    """
-    made_by: Any = getattr(value, "owner", None)
-    if getattr(made_by, "name", None) != _CONVERT:
-        return None
-    (source,) = made_by.operands
-    types = [str(getattr(x.type, "element_type", "")) for x in (source, value)]
-    narrow = {"bf16": jnp.dtype("bfloat16"), "f16": jnp.dtype("float16")}
-    is_widened = types[0] in narrow and types[1] == "f32"
-    return (source, narrow[types[0]]) if is_widened else None
-
-
-def _about_shardings(ask: Ask) -> bool:
-    sharded = _FLOAT.update(sharding=NamedSharding(_MESH, PartitionSpec(("a", "b"))))
-    found = _read_lowered(ask, lambda x: x, sharded)
-    return found == ({"a": 2, "b": 2}, [("a", "b")])
-
-
-@_tried(_about_shardings, None)
-def sharding_of(value: Any) -> tuple[dict[str, int], list[tuple[str, ...]]] | None:
-    """Return how `jit` shards an argument of the program; None for any other value.
-
-    The body of a loop and a `jit` within one are functions whose arguments say nothing.
-
-    Returns:
-        The sizes of the axes of a mesh, and the mesh axes of each axis of the array.
-    """
-    function: Any = getattr(getattr(value, "owner", None), "owner", None)
-    attributes: Any = getattr(function, "attributes", ())
-    if "arg_attrs" not in attributes:
-        return None
-    of_argument = attributes["arg_attrs"][value.arg_number]
-    text = str(of_argument["sdy.sharding"]) if "sdy.sharding" in of_argument else ""
-    if (match := _SHARDING.fullmatch(text)) is None:
-        return None
-    sizes = {name: int(n) for name, n in re.findall(r'"([^"]+)"=(\d+)', match[1])}
-    axes = re.findall(r"\{([^}]*)\}", match[2])
-    return sizes, [tuple(re.findall('"([^"]+)"', axis)) for axis in axes]

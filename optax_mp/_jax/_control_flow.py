@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from optax_mp._jax._by_platform import NAME
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
@@ -27,6 +26,8 @@ from optax_mp._jax._jaxpr import (
 )
 
 T = TypeVar("T")
+# The call that is an optimizer's step; see `optax_mp.engine`.
+STEP = "optax_mp_step"
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ def _manual_axes(params: dict[str, Any]) -> set[Any]:
 _KEEPS_RULE = ("custom_vmap_call", "linear_call")
 # From JAX 0.12 on, a `closed_call` is an `eval_jaxpr`. A `remat_opt` is the forward
 # rule of a custom_vjp with `optimize_remat`.
-_INLINED = ("closed_call", "eval_jaxpr", "call", "remat_opt", NAME)
+_INLINED = ("closed_call", "eval_jaxpr", "call", "remat_opt", STEP)
 # Calls that change nothing, but for shardings that a `jit` may ask for.
 PLAIN_CALLS = frozenset(["jit", *_INLINED])
 # An `xla_metadata_call` is of `scheduling_group`.

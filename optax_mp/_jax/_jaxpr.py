@@ -5,7 +5,7 @@ inside.
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +29,14 @@ def jaxprs_within(equation: Equation) -> list[AnyJaxpr]:
         x if isinstance(x, tuple | list) else (x,) for x in equation.params.values()
     ]
     return [x for x in chain(*groups) if isinstance(x, Jaxpr | ClosedJaxpr)]
+
+
+def any_equation(jaxpr: AnyJaxpr, test: Callable[[Equation], bool]) -> bool:
+    """Return whether a test is true of an equation of a jaxpr, at any depth."""
+    return any(
+        test(equation) or any(any_equation(x, test) for x in jaxprs_within(equation))
+        for equation in open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
@@ -80,41 +88,51 @@ def bind(
     return list(outputs) if equation.primitive.multiple_results else [outputs]
 
 
-def evaluate(
-    jaxpr: AnyJaxpr,
-    args: Sequence[Any],
-    run: Run = bind,
-    equations: Sequence[Equation] | None = None,
-) -> list[Any]:
+def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]:
     """Return the outputs of `jaxpr` for `args`.
-
-    Every equation runs with its own named scopes, source line and configuration.
 
     Args:
         jaxpr: the jaxpr.
         args: the values of its inputs.
         run: returns the outputs of an equation, from the equation and its inputs.
-        equations: its equations, if they are to run in another order.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
-    with Location() as location:
-        for equation in jaxpr.eqns if equations is None else equations:
-            # Not in a function: this runs for every equation of every traced step.
-            inputs = [
-                atom.val if isinstance(atom, Literal) else values[atom]
-                for atom in equation.invars
-            ]
-            with location.of(equation):
-                outputs = run(equation, inputs)
-            values.update(zip(equation.outvars, outputs, strict=True))
+    run_equations([(x, x.invars, x.outvars) for x in jaxpr.eqns], values, run)
     # A literal is a plain number, but the outputs are arrays.
     outvars: Any = jaxpr.outvars
     return [
         jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
         for atom in outvars
     ]
+
+
+def run_equations(
+    equations: Iterable[tuple[Equation, Sequence[Any], Sequence[Any]]],
+    values: MutableMapping[Any, Any],
+    run: Run = bind,
+) -> None:
+    """Evaluate equations, in order; add their outputs to `values`.
+
+    Each runs with its own named scopes, source line and configuration.
+
+    Args:
+        equations: each with its inputs, which are literals or keys of `values`, and the
+            keys of its outputs.
+        values: what is known.
+        run: returns the outputs of an equation, from the equation and its inputs.
+    """
+    with Location() as location:
+        for equation, atoms, outputs in equations:
+            # Not in a function: this runs for every equation of every traced step.
+            inputs = [
+                atom.val if isinstance(atom, Literal) else values[atom]
+                for atom in atoms
+            ]
+            with location.of(equation):
+                made = run(equation, inputs)
+            values.update(zip(outputs, made, strict=True))
 
 
 def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]:
@@ -164,48 +182,6 @@ class Location:
             self._inner = source.name_stack
             self._names = self._outer + self._inner
         return source_info_util.user_context(source.traceback, name_stack=self._names)
-
-
-def choose_where_computed(closed: Any, at: int) -> ClosedJaxpr:
-    """Return a jaxpr with its choices moved to where values are computed.
-
-    A choice is a `select_n` by the input `at`, or by what is made of that alone,
-    between another input and a value that is chosen once. All later equations read the
-    chosen value.
-    """
-    # Variables by `id`, since not every literal among the inputs has a hash.
-    jaxpr = closed.jaxpr
-    arguments = set(map(id, jaxpr.invars))
-    made = {id(variable) for x in jaxpr.eqns for variable in x.outvars}
-    predicates, equations, choices = {id(jaxpr.invars[at])}, [], {}
-    for equation in jaxpr.eqns:
-        invars = equation.invars
-        if len(invars) == 1 and id(invars[0]) in predicates:
-            predicates.add(id(equation.outvars[0]))
-            equations.append(equation)  # in front of all others
-        elif equation.primitive.name == "select_n" and len(invars) == 3:
-            which, old, new = map(id, invars)
-            if which in predicates and old in arguments and new in made:
-                choices.setdefault(new, []).append(equation)
-    early = {new: made[0] for new, made in choices.items() if len(made) == 1}
-    placed = set(map(id, (*equations, *early.values())))
-    chosen: dict[int, Any] = {}
-
-    def read(variables: Sequence[Any]) -> list[Any]:
-        return [chosen.get(id(x), x) for x in variables]
-
-    for equation in jaxpr.eqns:
-        if id(equation) in placed:
-            continue
-        if not chosen.keys().isdisjoint(map(id, equation.invars)):
-            equation = equation.replace(invars=read(equation.invars))
-        equations.append(equation)
-        for variable in equation.outvars:
-            if (choice := early.get(id(variable))) is not None:
-                equations.append(choice)
-                chosen[id(variable)] = choice.outvars[0]
-    outputs = read(jaxpr.outvars)
-    return closed.replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outputs))
 
 
 def trace_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:

@@ -49,6 +49,14 @@ def is_host_type(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def bytes_on_device(aval: Any) -> int:
+    """Return how many bytes an array takes on the device.
+
+    Low-bit codes become numbers of 32 bits there.
+    """
+    return aval.size * max(4, aval.dtype.itemsize)
+
+
 def to_host(x: jax.Array) -> jax.Array:
     """Return an array in host memory, sharded as before."""
     if is_traced(x):

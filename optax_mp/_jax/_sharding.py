@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import is_traced, mesh_in_type, sharding_in_type
+from optax_mp._jax._rules import Primitive, ad, batching, mlir
 
 # The names of the mesh axes over which one axis of an array is sharded.
 MeshAxes = tuple[str, ...]

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from optax_mp._boxes import put, unbox
 from optax_mp._dtypes import saturating_cast
 from optax_mp._jax._block_operations import Blocks
+from optax_mp._jax._outlined import outlined
 from optax_mp._jax._sharding import constant_like, reshard_like, whole_along
 from optax_mp._quantized import Code, Quantized, is_quantized, new_quantized
 from optax_mp.compact._random_numbers import round_stochastically, uniform_numbers
@@ -186,9 +187,9 @@ def _coded(
     return [_codes_of(blocks, values, inverse, largest_square, key), scales]
 
 
-# `_on_cpu` keeps it apart: XLA would compute the values five times. So the codes get
-# their dtype here, and are not written in float32 first.
-@partial(jax.jit, static_argnums=(0, 1, 2))
+# A CPU would compute the values five times. The codes get their dtype here, so that
+# they are not written in float32 first.
+@outlined(0, 1, 2)
 def _coded_with_shifts(
     blocks: Blocks, groups: Blocks, dtype: DTypeLike, values: jax.Array, *args: Any
 ) -> list[jax.Array]:

@@ -26,7 +26,6 @@ from optax_mp._warnings import warn
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
 from optax_mp.compact._random_numbers import check_seed, rounding_keys
-from optax_mp.leafwise._take_step import leafwise_update
 
 _CALLER = "low_bit_state"
 # So that the random numbers differ from the numbers of `stochastic_rounding` with the
@@ -200,8 +199,7 @@ def low_bit_state(
         count = jnp.asarray(optax.safe_increment(state.step_count))
         return updates, make_state(count, inner_state)
 
-    leafwise = leafwise_update(update_fn)
-    return Transformation.around(_CALLER, inner, init_fn, update_fn, leafwise)
+    return Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=True)
 
 
 def _warn_if_mostly_wide(

@@ -6,7 +6,6 @@ the rounding, whereas `jax.random` would write all of its numbers to memory firs
 """
 
 import math
-from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import saturate
+from optax_mp._jax._outlined import outlined
 from optax_mp._tree import describe, is_array
 
 
@@ -35,8 +35,7 @@ def rounding_keys(count: int, *parts: int | jax.Array) -> list[jax.Array]:
     return _rounding_keys(count, *numbers) if count else []
 
 
-# A function of its own, which `_on_cpu` keeps apart.
-@partial(jax.jit, static_argnums=0)
+@outlined(0)
 def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
     keys = _hash(lax.iota(jnp.uint32, count))
     for part in parts:

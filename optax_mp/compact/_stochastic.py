@@ -21,7 +21,6 @@ from optax_mp.compact._random_numbers import (
     round_stochastically,
     rounding_keys,
 )
-from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._unscale import is_unmarked
 
 _CALLER = "stochastic_rounding"
@@ -149,8 +148,7 @@ def stochastic_rounding(
 
         return choose_step(is_unmarked(updates, extra_args), step, state, extra_args)
 
-    leafwise = leafwise_update(update_fn)
-    return Transformation.around(_CALLER, inner, init_fn, update_fn, leafwise)
+    return Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=True)
 
 
 # So that params of one shape and dtype are traced once.

@@ -9,6 +9,6 @@ the params are sharded, and decides how each array is cut.
 
 `state_shardings` (`_state_shardings.py`) says how a state should be sharded.
 
-`offload` (`_offload.py`) keeps the state of an optimizer in host memory; `leafwise/`
+`offload` (`_offload.py`) keeps the state of an optimizer in host memory; `engine/`
 takes the step from there.
 """

@@ -1,6 +1,6 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,39 +10,30 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._arguments import check_whole_number
-from optax_mp._context import Choice, Transformation, context_of, without_context
-from optax_mp._descriptions import place_like_params
+from optax_mp._context import (
+    Choice,
+    Plan,
+    Transformation,
+    context_of,
+    without_context,
+)
+from optax_mp._descriptions import place_like_params, spread_shardings
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._memory import (
     HOST_KIND,
     KNOWS_MEMORIES,
+    bytes_on_device,
     is_on_host,
     kinds_of_memory,
     name_memory,
     to_host,
 )
 from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
-from optax_mp._states import Path, find_owners
+from optax_mp._states import Path
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
-from optax_mp.leafwise._from_host import (
-    Plan,
-    bytes_on_device,
-    run_between_moves,
-    run_from_host,
-)
-from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._program import (
-    Program,
-    Value,
-    backward_slice,
-    read_output,
-    reads_of,
-    run_nodes,
-    structural_key,
-    values_in,
-)
+from optax_mp.devices._state_shardings import like_params
 
 _CALLER = "offload"
 
@@ -153,6 +144,8 @@ def offload(
             )
             given = (updates, state, params), extra_args
             return TracedCall.of(lambda x: update_fn(*x[0], **x[1]), given).run()
+        from optax_mp.engine import run_on_device, step_from_host
+
         _warn_if_on_device(state, min_size)
         context = context_of(extra_args)
         traced, known = split_traced(without_context(extra_args))
@@ -162,19 +155,19 @@ def offload(
             return inner.update(grads, kept, params, **traced, **known)
 
         def step_between(given: Any, kept: Any, proceed: Choice = True) -> Any:
-            updates, new = run_between_moves(step, given, kept, proceed)
+            updates, new = run_on_device(step, given, kept, proceed)
             return updates, _on_host(new, min_size)
 
         given, state = (updates, params, traced), _on_host(state, min_size)
         if context.is_in_take_step:
-            return run_between_moves(step, given, state, context.proceed)
-        parts = context.part_shardings
-        shardings = _state_shardings(state, params, parts, param_shardings)
+            return run_on_device(step, given, state, context.proceed)
+        of_params = _shardings_of(params, context.part_shardings, param_shardings)
+        shardings = like_params(state, params, of_params)
         plan = Plan(min_size, chunk_bytes, shardings)
-        result = run_from_host(step_between, given, state, plan, context.proceed)
+        result = step_from_host(step_between, given, state, plan, context.proceed)
         return result or step_between(given, state, context.proceed)
 
-    made = Transformation.around(_CALLER, inner, init_fn, update_fn)
+    made = Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=False)
     made.offloaded = Plan(min_size, chunk_bytes), param_shardings
     return made
 
@@ -243,16 +236,11 @@ def _init(inner: Any, params: Any, plan: Plan) -> Any:
     except NOT_TRACEABLE:
         # A rule that looks at the numbers of the params.
         return _on_host(inner.init(params), plan.min_size)
-    program = Program.of(traced.closed)
-    known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
-    known.update(program.constants)
-    values: dict[int, Any] = {}
-    compiled: dict[Hashable, Any] = {}
-    for group in _groups(traced.closed.out_avals, plan):
-        outputs = [program.outputs[i] for i in group]
-        made = _compute(program, outputs, known, compiled, plan.min_size)
-        values.update(zip(group, map(name_memory, made), strict=True))
-    state = traced.unflatten([values[i] for i in range(len(values))])
+    from optax_mp.engine import compute_in_groups
+
+    groups = _groups(traced.closed.out_avals, plan)
+    state = compute_in_groups(traced, groups, lambda x: _on_host(x, plan.min_size))
+    state = jax.tree.map(name_memory, state)
     # `jit` does not copy arrays that it hands on as they are.
     return copy_shared(state, params)
 
@@ -274,35 +262,6 @@ def _groups(avals: Sequence[Any], plan: Plan) -> Iterator[list[int]]:
         yield group
 
 
-def _compute(
-    program: Program, outputs: Sequence[Any], known: Any, compiled: Any, min_size: int
-) -> list[Any]:
-    """Return some outputs of a program. Equal computations are compiled once.
-
-    Args:
-        program: the program.
-        outputs: values, or literals.
-        known: its inputs and constants.
-        compiled: what has been compiled so far, by what it computes.
-        min_size: arrays with fewer elements stay on the device.
-    """
-    nodes = backward_slice(outputs)
-    given = [value for value in values_in(outputs) if value.producer is None]
-    reads = list(dict.fromkeys([*reads_of(nodes), *given]))
-    if not any(value in program.inputs for value in reads):
-        reads += program.inputs  # so that results are on the devices of the params
-
-    def run(args: Sequence[Any]) -> list[Any]:
-        local = dict(zip(reads, args, strict=True))
-        run_nodes(nodes, local)
-        return _on_host([read_output(local, value) for value in outputs], min_size)
-
-    key = structural_key(nodes, reads, outputs)
-    if key not in compiled:
-        compiled[key] = jax.jit(run, keep_unused=True)
-    return compiled[key]([known[value] for value in reads])
-
-
 def _warn_if_on_device(state: Any, min_size: int) -> None:
     """Warn if a large array of a state is not in host memory."""
     for path, leaf in tree_leaves_with_path(state):
@@ -318,22 +277,12 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
             return
 
 
-def _state_shardings(
-    state: Any,
+def _shardings_of(
     params: Any,
     parts: Mapping[tuple[Path, tuple[int, ...]], NamedSharding] | None,
     param_shardings: Any,
-) -> list[NamedSharding | None]:
-    """Return how arrays of a state are sharded: as their params, None if unknown."""
-    if params is None or (parts is None and param_shardings is None):
-        return []
-    places = [(path, jnp.shape(x)) for path, x in tree_leaves_with_path(params)]
-    if parts is not None:
-        of_params = list(map(parts.get, places))
-    else:
-        of_params = spread_shardings(params, param_shardings, _CALLER)
-    both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
-    return [
-        of_params[at] if at is not None and jnp.shape(leaf) == places[at][1] else None
-        for leaf, at in both
-    ]
+) -> Sequence[NamedSharding | None]:
+    """Return how the params are sharded, as `zero1` or the user says it."""
+    if parts is None:
+        return spread_shardings(params, param_shardings, _CALLER)
+    return [parts.get((x, jnp.shape(y))) for x, y in tree_leaves_with_path(params)]

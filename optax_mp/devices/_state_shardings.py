@@ -1,13 +1,16 @@
 """state_shardings: how an optimizer's state should be sharded."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
 from optax_mp._descriptions import describe_state
 from optax_mp._inner import as_transformation
+from optax_mp._states import find_owners
 from optax_mp._tree import PyTree, describe, is_array, spell, spread_prefix
 
 _CALLER = "state_shardings"
@@ -60,6 +63,26 @@ def state_shardings(
     tx = as_transformation(tx, _CALLER, "tx")
     state = describe_state(tx.init, _describe_params(params, shardings))
     return jax.tree.map(lambda x: x.sharding, state)
+
+
+def like_params(
+    state: PyTree, params: PyTree, shardings: Sequence[NamedSharding | None]
+) -> list[NamedSharding | None]:
+    """Return the sharding of its param for each array of a state with its shape.
+
+    Args:
+        state: the state.
+        params: the params.
+        shardings: of the leaves of the params, None where not known; or empty.
+    """
+    if not shardings:
+        return []
+    values = jax.tree.leaves(params)
+    both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
+    return [
+        shardings[i] if i is not None and jnp.shape(x) == jnp.shape(values[i]) else None
+        for x, i in both
+    ]
 
 
 def _describe_params(params: PyTree, shardings: PyTree) -> PyTree:

@@ -42,11 +42,11 @@ def sum_gradients(
         exchange_dtype: in which gradients are sent: bfloat16, float16 or float32.
         scatter: whether each device gets its part alone, as of `lax.psum_scatter`:
             along the first dimension that the number of devices divides. Arrays
-            without one are returned whole.
+            without one, such as short biases, are returned whole.
 
     Returns:
-        The sums. With `scatter` they are float32. Otherwise they are gathered, for
-        which they are rounded once more, and have `exchange_dtype`.
+        The sums. With `scatter` they are float32, as added. Otherwise they are
+        gathered, for which they are rounded once more, and have `exchange_dtype`.
 
     Raises:
         ValueError: if `exchange_dtype` is another dtype, if a leaf is not floating, or
@@ -112,15 +112,26 @@ def _sum_leaf(
     count = lax.axis_size(axis_name)
     dim = next((d for d, n in enumerate(x.shape) if n and n % count == 0), None)
     if dim is None:
+        # Norms and biases: so few that all devices can get the float32 sums.
         flat = jnp.pad(x.reshape(-1), (0, count - x.size % count))
-        whole = _sum_leaf(axis_name, dtype, False, path, flat)[: x.size]
-        return whole.reshape(x.shape).astype(jnp.float32 if scatter else dtype)
+        part = _sum_part(axis_name, dtype, 0, flat)
+        whole = _gather(axis_name, jnp.float32 if scatter else dtype, 0, part)
+        return whole[: x.size].reshape(x.shape)
+    part = _sum_part(axis_name, dtype, dim, x)
+    return part if scatter else _gather(axis_name, dtype, dim, part)
+
+
+def _sum_part(axis_name: Any, dtype: jnp.dtype, dim: int, x: jax.Array) -> jax.Array:
+    """Return each device's part, along a dimension, of the float32 sum."""
+    count = lax.axis_size(axis_name)
     shape = (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     patterns = as_pattern(x, dtype).reshape(shape)
     received = lax.all_to_all(patterns, axis_name, split_axis=dim, concat_axis=0)
-    part = sum_patterns(received, dtype)
-    if scatter:
-        return part
+    return sum_patterns(received, dtype)
+
+
+def _gather(axis_name: Any, dtype: DTypeLike, dim: int, part: jax.Array) -> jax.Array:
+    """Return the whole array, in a dtype, of the part of each device."""
     whole = gather_equal(as_pattern(part, dtype), axis_name, dim)
     return lax.bitcast_convert_type(whole, dtype)
 

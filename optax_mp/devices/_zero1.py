@@ -1,5 +1,6 @@
 """zero1: an optimizer's state sharded over the axis of data parallelism."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,19 +10,26 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_given_params
-from optax_mp._context import NewParam, Transformation, context_of, with_context
+from optax_mp._context import (
+    PartStep,
+    Transformation,
+    update_by_engine,
+    with_context,
+)
 from optax_mp._descriptions import fill_spec, place_like_params
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, update_inner
 from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._sharding import MeshAxes, shard_count
+from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import Path, find_owners
 from optax_mp._tree import PyTree, describe, ends_in, is_floating, spell
+from optax_mp._warnings import warn
 from optax_mp.devices._cut import (
     Cut,
     check_spec,
@@ -31,8 +39,10 @@ from optax_mp.devices._cut import (
     shard,
     specs_of_params,
 )
+from optax_mp.devices._state_shardings import like_params
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
-from optax_mp.leafwise._take_step import add
+
+_LARGE = 2**24  # bytes
 
 
 def zero1(
@@ -124,7 +134,7 @@ def zero1(
     if exchange_dtype is not None:
         dtype = check_exchange_dtype(exchange_dtype, "zero1")
 
-    def cuts_of(params: optax.Params) -> "_Cuts":
+    def cuts_of(params: optax.Params) -> _Cuts:
         leaves = Leaves.of(params, caller="zero1", name="`params`")
         return _Cuts.of(leaves, mesh, axes, specs_of_params(params, param_specs))
 
@@ -137,33 +147,36 @@ def zero1(
         # One program, so that no device ever holds more than its part.
         return TracedCall.of(init_parts, params).run()
 
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def in_parts(
+        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
+    ) -> PartStep:
         cuts = cuts_of(check_given_params(params, "zero1"))
-        takes_params = context_of(extra_args).takes_params
-        extra_args = with_context(extra_args, takes_params=False)
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:
-            extra_args["grad"] = cuts.cut(extra_args["grad"])
-        parts = cuts.cut(params)
+            extra_args = {**extra_args, "grad": cuts.cut(extra_args["grad"])}
         if any(map(is_on_host, jax.tree.leaves(state))):
-            part_shardings = cuts.shardings_of_parts()
-            extra_args = with_context(extra_args, part_shardings=part_shardings)
+            extra_args = with_context(extra_args, part_shardings=cuts.shardings)
+        # Under `jit` with automatic sharding no type says how arrays are cut.
+        of_state = like_params(state, params, list(cuts.shardings.values()))
+        _warn_if_elsewhere(state, of_state)
+        args = cuts.cut(updates), cuts.cut(state), cuts.cut(params), extra_args
+        return PartStep(partial(_update, inner), *args, of_state, cuts)
 
-        def update_parts(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
-            return inner.update(cuts.cut(updates), cuts.cut(state), params, **extra)
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        part = in_parts(updates, state, params, extra_args)
+        changes, state = update_by_engine(*part[:-1])
+        return part.cuts.gather_updates(part.params, changes), part.cuts.cut(state)
 
-        of_parts = inner._replace(update=update_parts)
-        changes, state = update_inner(
-            of_parts, updates, state, parts, extra_args, "zero1"
-        )
-        return cuts.gather(parts, changes, takes_params), cuts.cut(state)
-
-    made = Transformation.around("zero1", inner, init_fn, update_fn)
-    made.makes_params = True
+    made = Transformation.around("zero1", inner, init_fn, update_fn, is_leafwise=False)
+    made.in_parts = in_parts
     return made
+
+
+def _update(inner: Any, grads: Any, state: Any, params: Any, **extra: Any) -> Any:
+    return update_inner(inner, grads, state, params, extra, "zero1")
 
 
 @dataclass(frozen=True)
@@ -210,15 +223,13 @@ class _Cuts:
                 )
         return cls(leaves, mesh, axes, specs, by_param)
 
-    def shardings_of_parts(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
-        """Return the shardings of the params once they are cut, by path and shape."""
-        found = {}
-        both = zip(self.specs, self.by_param, strict=True)
-        for i, (spec, cut) in enumerate(both):
-            spec = spec if cut is None else fill_spec(cut.part, spec)
-            place = self.leaves.paths[i], jnp.shape(self.leaves.values[i])
-            found[place] = NamedSharding(self.mesh, spec)
-        return found
+    @property
+    def shardings(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
+        """The shardings of the params once they are cut, by path and shape."""
+        places = zip(self.leaves.paths, map(jnp.shape, self.leaves.values), strict=True)
+        cuts = zip(places, self.specs, self.by_param, strict=True)
+        filled = ((at, fill_spec(c.part, spec) if c else spec) for at, spec, c in cuts)
+        return {place: NamedSharding(self.mesh, spec) for place, spec in filled}
 
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
@@ -278,23 +289,63 @@ class _Cuts:
         return None if cut is None else cut.part
 
     def gather(
-        self, params: optax.Params, changes: optax.Updates, takes_params: bool
-    ) -> optax.Updates:
-        """Return the updates of whole params.
+        self, params: optax.Params, state: optax.OptState
+    ) -> tuple[optax.Params, optax.OptState]:
+        """Return the whole of new params, and the state as it is cut."""
+        values = self.leaves.match(params, "`params`")
+        last = None
+        for i, cut in enumerate(self.by_param):
+            if cut is None:
+                continue
+            # A TPU copies what it has gathered, and XLA would gather all params before
+            # that: one large array after another. Small ones share a collective.
+            is_large = self.leaves.values[i].nbytes >= _LARGE
+            if is_large and last is not None:
+                both = values[i], values[last]
+                values[i], values[last] = lax.optimization_barrier(both)
+            values[i] = _gather(self.mesh, cut, values[i])
+            last = i if is_large else last
+        return self.leaves.unflatten(values), self.cut(state)
 
-        Args:
-            params: the parts of the params.
-            changes: the updates of those parts.
-            takes_params: whether to return new params where these are gathered.
-        """
+    def gather_updates(
+        self, params: optax.Params, changes: optax.Updates
+    ) -> optax.Updates:
+        """Return the updates of whole params, from parts of these and their updates."""
         parts = self.leaves.match(params, "`params`")
         updates = self.leaves.match(changes, "the updates of `inner`")
         for i, cut in enumerate(self.by_param):
             if cut is None or is_absent(updates[i]) or not is_floating(updates[i]):
                 continue
-            args = self.leaves.values[i], parts[i], updates[i], takes_params
+            args = self.leaves.values[i], parts[i], updates[i]
             updates[i] = _whole_update(partial(_gather, self.mesh, cut), *args)
         return self.leaves.unflatten(updates)
+
+
+def _warn_if_elsewhere(
+    state: optax.OptState, shardings: Sequence[NamedSharding | None]
+) -> None:
+    """Warn if a state is not cut as its params are, as far as arrays or types say."""
+    for (path, leaf), wanted in zip(
+        tree_leaves_with_path(state), shardings, strict=True
+    ):
+        spec = known_spec(leaf) if wanted else None
+        if spec is None or wanted is None or _cuts_alike(spec, wanted, leaf.ndim):
+            continue
+        warn(
+            f"zero1: expected {spell(path)} of the state to be sharded as "
+            f"{wanted.spec}, got {describe(leaf)} as {spec}; this step moves it. "
+            "Restore checkpoints into `tx.init(params)`, and pass "
+            "`out_shardings=optax_mp.state_shardings(tx, params)` for the state."
+        )
+        return
+
+
+def _cuts_alike(spec: PartitionSpec, other: NamedSharding, rank: int) -> bool:
+    # An axis of one device cuts nothing. The spec may name axes of another mesh.
+    sizes = other.mesh.shape
+    names = ([axis_names(x, i) for i in range(rank)] for x in (spec, other.spec))
+    cuts = ([[x for x in y if sizes.get(x) != 1] for y in each] for each in names)
+    return next(cuts) == next(cuts)
 
 
 def _gather(mesh: Mesh, cut: Cut, x: jax.Array) -> jax.Array:
@@ -303,13 +354,8 @@ def _gather(mesh: Mesh, cut: Cut, x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(shard(pattern, mesh, cut.whole), x.dtype)
 
 
-def _whole_update(
-    gather: Any, param: jax.Array, part: Any, change: Any, takes_params: bool
-) -> Any:
+def _whole_update(gather: Any, param: jax.Array, part: Any, change: Any) -> Any:
     """Return the update of a whole param, from its part and the update of the part."""
-    if takes_params:
-        with jax.numpy_dtype_promotion("standard"):
-            return NewParam(gather(add(part, change)))
     if bits(change.dtype) <= bits(param.dtype):
         return gather(change)
     # The param has fewer bytes than its update, so the new param is gathered. The

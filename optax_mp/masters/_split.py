@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from optax_mp._dtypes import round_to
+from optax_mp._jax._outlined import outlined
 from optax_mp._jax._sharding import constant_like
 
 _BFLOAT16, _FLOAT16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
@@ -120,7 +121,7 @@ class Split:
         """
         return self._format_of(param).join(stored, param.astype(jnp.float32))
 
-    @_traced_once
+    @outlined(0)
     def advance(
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,6 @@ from optax_mp._policy import DeclaredDType, Policy, warn_unmatched_patterns
 from optax_mp._states import find_states
 from optax_mp._tree import describe, spell
 from optax_mp._warnings import warn
-from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.masters._settings import Settings
 from optax_mp.masters._step import Step
 from optax_mp.masters._storage import (
@@ -171,8 +170,7 @@ def mixed_precision(
             last_exact=last_exact,
         )
 
-    leafwise = leafwise_update(update_fn)
-    return Transformation.around(_CALLER, inner, init_fn, update_fn, leafwise)
+    return Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=True)
 
 
 def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._arguments import check_state_first
+from optax_mp._descriptions import spread_shardings
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation
 from optax_mp._jax._dataflow import Origin, derivative_calls, origins
@@ -32,7 +33,6 @@ from optax_mp._tree import (
     summarize,
 )
 from optax_mp._warnings import warn
-from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.release._scan import ReleasedLayers, Stack, is_released, kind_of, layer_at
 from optax_mp.scaling._gradients import differentiate
 from optax_mp.scaling._state import LossScaleState

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._contact import is_traced_by_jit
+from optax_mp._jax._experimental import with_major_to_minor
 from optax_mp._jax._memory import bring, put_beside
+from optax_mp._take_step import take_step
 from optax_mp._tree import in_float32, is_inexact, is_key, only_inexact
-from optax_mp.leafwise._take_step import take_step
 
 
 def scan_layers(
@@ -111,10 +111,10 @@ class Stack:
         def constrain(x: Any, sharding: Any) -> Any:
             if sharding is None or jnp.ndim(x) < 2:
                 return x
-            rows, spec = Layout(tuple(range(x.ndim))), sharding.spec
+            rows, spec = tuple(range(x.ndim)), sharding.spec
             # Without `shard_map`, the constraint would gather the array.
             return jax.shard_map(
-                lambda part: with_layout_constraint(part, rows),
+                lambda part: with_major_to_minor(part, rows),
                 mesh=sharding.mesh,
                 in_specs=spec,
                 out_specs=spec,

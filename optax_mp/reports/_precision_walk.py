@@ -8,7 +8,7 @@ causes has the cause of the lowest rank, so later ones are not blamed.
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from optax_mp._jax._control_flow import Region, has_regions, run_count, wiring_o
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
+    any_equation,
     is_literal,
     jaxprs_within,
     live_equations,
@@ -365,11 +366,3 @@ def _hides_products(equation: Equation) -> bool:
     if inner := jaxprs_within(equation):
         return any(any_equation(jaxpr, is_product) for jaxpr in inner)
     return any(word in equation.primitive.name for word in _CLOSED)
-
-
-def any_equation(jaxpr: AnyJaxpr, test: Callable[[Equation], bool]) -> bool:
-    """Return whether a test is true of an equation of a jaxpr, at any depth."""
-    return any(
-        test(equation) or any(any_equation(x, test) for x in jaxprs_within(equation))
-        for equation in open_jaxpr(jaxpr)[0].eqns
-    )

@@ -9,17 +9,9 @@ import optax
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._descriptions import named_sharding
-from optax_mp._jax._by_platform import PLATFORMS, Target, explain, kind_here
 from optax_mp._table import Report, Table
+from optax_mp._take_step import bind_step
 from optax_mp._tree import is_array, spell
-from optax_mp.leafwise._engine import (
-    TRANSFORMED,
-    CutStep,
-    TracedStep,
-    is_transformed,
-    trace_step,
-)
-from optax_mp.leafwise._take_step import whole_step
 
 
 @dataclass(frozen=True)
@@ -109,9 +101,9 @@ def step_report(
     kernels, nor have programs of `jax.export` and steps under `vmap`.
 
     Args:
-        tx: see `take_step`, as for the others.
+        tx: any optax optimizer or chain.
         grads: the gradients, or descriptions of them.
-        opt_state: the state.
+        opt_state: its state.
         params: the params.
         param_shardings: how the params are sharded under `jit`.
         extra_args: for `tx.update`.
@@ -133,37 +125,32 @@ def step_report(
         ... )
         >>> params = {
         ...     "bias": jax.ShapeDtypeStruct((8192,), jnp.bfloat16),
-        ...     "head": jax.ShapeDtypeStruct((512, 1000), jnp.bfloat16),
         ...     "norm": jax.ShapeDtypeStruct((512,), jnp.bfloat16),
         ...     "w": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16),
         ... }
         >>> opt_state = jax.eval_shape(tx.init, params)
         >>> print(optax_mp.step_report(tx, params, opt_state, params))
-        param     dtype     shape     TPU                      GPU
-        ['bias']  bfloat16  8192      one axis                 kernel, not proved here
-        ['head']  bfloat16  512x1000  rows no multiple of 128  blocks of 25
-        ['norm']  bfloat16  512       under 4096 elements      under 4096 elements
-        ['w']     bfloat16  512x512   kernel, not proved here  kernel, not proved here
+        param     dtype     shape    TPU                      GPU
+        ['bias']  bfloat16  8192     1-D array                kernel, not proved here
+        ['norm']  bfloat16  512      under 4096 elements      under 4096 elements
+        ['w']     bfloat16  512x512  kernel, not proved here  kernel, not proved here
     """
-    ways: Any = TRANSFORMED
-
-    def trace(grads: Any, opt_state: Any, params: Any) -> None:
-        nonlocal ways
-        *whole, told = whole_step(
-            "step_report", tx, grads, opt_state, params, param_shardings, extra_args
-        )
-        ways = _ways((*whole, placed if param_shardings is None else told), counts)
+    from optax_mp.engine import explain_step
 
     placed = list(map(named_sharding, jax.tree.leaves((opt_state, params))))
+
+    def bind(grads: Any, opt_state: Any, params: Any) -> tuple[Any, ...]:
+        *bound, told, _ = bind_step(
+            "step_report", tx, grads, opt_state, params, param_shardings, extra_args
+        )
+        return *bound, told if any(told) else placed
+
     leaves = tree_leaves_with_path(params)
     counts = [_device_count(leaf) for _, leaf in leaves]
-    if not is_transformed(jax.tree.leaves((grads, opt_state, params))):
-        jax.eval_shape(trace, grads, opt_state, params)
-    if isinstance(ways, str):  # why no leaf has a kernel
-        ways = [(ways, ways)] * len(leaves)
+    decisions = explain_step(bind, (grads, opt_state, params), counts)
     rows = [
-        StepRow(spell(path), leaf.dtype.name, leaf.shape, *way)
-        for (path, x), way in zip(leaves, ways, strict=True)
+        StepRow(spell(path), leaf.dtype.name, leaf.shape, *on_each)
+        for (path, x), on_each in zip(leaves, decisions, strict=True)
         for leaf in (x if is_array(x) else jnp.asarray(x),)  # a Python float
     ]
     return StepReport(tuple(rows))
@@ -171,35 +158,3 @@ def step_report(
 
 def _device_count(leaf: Any) -> int:
     return len(getattr(getattr(leaf, "sharding", None), "device_set", ())) or 1
-
-
-def _ways(whole: tuple[Any, ...], device_counts: list[int]) -> list[Any] | str:
-    """Return for each param what computes it on a TPU and a GPU, or an obstacle."""
-    step, given, kept, shardings = whole
-    traced = trace_step(step, given, kept, shardings, kept[0])
-    if isinstance(traced, str):
-        return traced
-    if traced.obstacle is not None:
-        return traced.obstacle
-    # The params are the last of the step's results.
-    outputs = traced.program.outputs
-    params = outputs[len(outputs) - len(device_counts) :]
-    count = max(device_counts, default=1)
-    targets = [Target(x, count, kind=kind_here(x)) for x in PLATFORMS]
-    on_each = [_ways_on(traced, target) for target in targets]
-    rest = "not changed element by element"
-    return [[ways.get(param, rest) for ways in on_each] for param in params]
-
-
-def _ways_on(traced: TracedStep, target: Target) -> dict[Any, str]:
-    """Return for each output of a tail whether a kernel computes it, or why not."""
-    cut, failed = CutStep(traced, target), None
-    try:
-        cut.run([traced.values[x] for x in traced.call_values[0]], {}, {})
-    except Exception as error:  # as while it is lowered, it runs as written then
-        failed = explain(error)
-    return {
-        output: failed or cut.ways[tail.outputs[0]]
-        for tail in traced.tails
-        for output in tail.outputs
-    }

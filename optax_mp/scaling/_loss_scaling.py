@@ -19,7 +19,6 @@ from optax_mp._inner import (
 from optax_mp._jax._arrays import is_traced
 from optax_mp._tree import all_finite
 from optax_mp._warnings import event_counts, warn
-from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._overwrite import (
     hand_on_overwritten,
     hide_overwritten,
@@ -237,8 +236,7 @@ def _loss_scaling(
         out, inner_state = choose_step(finite, step, state.inner_state, extra_args)
         return out, new_state._replace(inner_state=inner_state)
 
-    leafwise = None if wrapped is None else leafwise_update(update_fn)
-    return Transformation.around(caller, wrapped, init_fn, update_fn, leafwise)
+    return Transformation.around(caller, wrapped, init_fn, update_fn, is_leafwise=True)
 
 
 class _Evidence(NamedTuple):

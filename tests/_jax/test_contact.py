@@ -15,12 +15,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import optax_mp
 from optax_mp._jax import _contact
 from optax_mp._jax._contact import is_plain_call, is_seen, is_traced_by_jit
+from optax_mp.engine import _lowered
 
 X, NARROW = (jax.ShapeDtypeStruct((2,), x) for x in ("float32", "float16"))
 
 
+NAMES = vars(_contact) | vars(_lowered)
+
+
 def forget():
-    for fact in vars(_contact).values():
+    for fact in NAMES.values():
         getattr(getattr(fact, "is_known", fact), "cache_clear", int)()
 
 
@@ -82,7 +86,7 @@ SLOPE, INDEX = jax.grad(square), lax.axis_index
 
 
 def has_read(read, function, argument):
-    return _contact._read_lowered(read, function, argument) is not None
+    return _lowered._read_lowered(read, function, argument) is not None
 
 
 def sharded():
@@ -134,19 +138,19 @@ FACTS = {
     ),
     "widened_from": (
         lambda: [
-            has_read(_contact.widened_from, lambda x: x.astype(jnp.float32), NARROW),
-            has_read(_contact.widened_from, lambda x: x + 1, X),
+            has_read(_lowered.widened_from, lambda x: x.astype(jnp.float32), NARROW),
+            has_read(_lowered.widened_from, lambda x: x + 1, X),
         ],
         ([True, False], [False, False]),
-        (_contact, "_CONVERT", "renamed"),
+        (_lowered, "_CONVERT", "renamed"),
     ),
     "sharding_of": (
         lambda: [
-            has_read(_contact.sharding_of, lambda x: x, sharded()),
-            has_read(_contact.sharding_of, lambda x: x + 1, sharded()),
+            has_read(_lowered.sharding_of, lambda x: x, sharded()),
+            has_read(_lowered.sharding_of, lambda x: x + 1, sharded()),
         ],
         ([True, False], [False, False]),
-        (_contact, "_SHARDING", re.compile("renamed")),
+        (_lowered, "_SHARDING", re.compile("renamed")),
     ),
 }
 
@@ -159,15 +163,14 @@ def test_what_jax_renames_is_off_with_one_warning(name, fresh, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(*change)
         with pytest.warns(optax_mp.MixedPrecisionWarning, match=f"JAX .* as `{name}`"):
-            assert not getattr(_contact, name).is_known()
+            assert not NAMES[name].is_known()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ask() == without
 
 
 def test_all_facts_are_tested_above():
-    facts = {name for name, x in vars(_contact).items() if hasattr(x, "is_known")}
-    assert facts == set(FACTS) == set(_contact._OFF)
+    assert {name for name, x in NAMES.items() if hasattr(x, "is_known")} == set(FACTS)
 
 
 @pytest.fixture
@@ -199,7 +202,7 @@ def test_facts_are_learned_in_any_context(fresh):
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
     @jax.vmap
     def learn(x):
-        assert all(getattr(_contact, name).is_known() for name in FACTS)
+        assert all(NAMES[name].is_known() for name in FACTS)
         return x
 
     with jax.set_mesh(mesh), jax.disable_jit(), warnings.catch_warnings():
@@ -214,6 +217,6 @@ def test_facts_take_ten_milliseconds(fresh):
         for _ in range(10):
             forget()
             began = time.process_time()
-            getattr(_contact, name).is_known()
+            NAMES[name].is_known()
             seconds.append(time.process_time() - began)
         assert min(seconds) < 0.01, name

@@ -14,10 +14,9 @@ from comparison import as_bits, check_alike
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_mp
-from optax_mp._jax import _by_platform
 from optax_mp.compact import _low_bit
 from optax_mp.compact._code_choice import CodeFormat
-from optax_mp.leafwise import _chunks
+from optax_mp.engine import _by_platform, _chunks
 
 SHAPE = (2048, 512)
 KINDS = (jax.sharding.AxisType.Auto,)

@@ -20,7 +20,7 @@ from host_memory import (
     random_params,
     train,
 )
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optimizers import DISTINCT, OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
 
@@ -34,9 +34,9 @@ def masters(inner):
     return optax_mp.mixed_precision(inner)
 
 
-def compact(inner, bits=8):
+def compact(inner):
     low = optax_mp.low_bit_state(inner, min_size=128)
-    return optax_mp.mixed_precision(low, storage=optax_mp.Split(bits))
+    return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
 
 
 def multi_steps(inner):
@@ -50,10 +50,6 @@ def scaled(inner):
 FORMS = {
     "masters": lambda off: off(masters(ADAMW)),
     "compact": lambda off: off(compact(ADAMW)),
-    "split 16": lambda off: off(compact(ADAMW, 16)),
-    "stochastic": lambda off: off(
-        optax_mp.stochastic_rounding(optax_mp.low_bit_state(ADAMW, min_size=128))
-    ),
     "clipped": lambda off: off(
         masters(optax.chain(optax.clip_by_global_norm(1.0), ADAMW))
     ),
@@ -67,17 +63,6 @@ FORMS = {
     ),
     "MultiSteps inside": lambda off: off(masters(multi_steps(ADAMW))),
     "apply_if_finite inside": lambda off: off(optax.apply_if_finite(masters(ADAMW), 9)),
-    "inject_hyperparams": lambda off: off(
-        masters(optax.inject_hyperparams(optax.adamw)(1e-2))
-    ),
-    "partition": lambda off: off(
-        masters(
-            optax.partition(
-                {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)},
-                {"matrix": "a", "row": "a", "small": "b"},
-            )
-        )
-    ),
 }
 BAD = {1, 2}
 
@@ -91,7 +76,7 @@ def test_a_form_trains_as_without(name):
 
 
 @needs_memories
-@pytest.mark.parametrize("by_take_step", [True, False])
+@mostly_slow("by_take_step", [True, False], bool)
 @pytest.mark.filterwarnings("ignore:take_step. this step runs without")
 def test_what_is_around_is_not_cut_for_a_tpu(by_take_step):
     """A low-bit step goes leaf by leaf there, but not in host memory."""
@@ -129,7 +114,8 @@ def test_an_optimizer_trains_as_without(name):
 
 @needs_memories
 def test_large_arrays_are_in_host_memory_and_stay_there():
-    params = random_params()
+    mesh = Mesh(jax.devices()[:1], ("device",))
+    params = jax.device_put(random_params(), NamedSharding(mesh, PartitionSpec()))
     tx = in_chunks(masters(ADAMW))
     state = tx.init(params)
 
@@ -147,6 +133,16 @@ def test_large_arrays_are_in_host_memory_and_stay_there():
         params, state = step(params, state)
         check(state)
         assert all(x.is_deleted() for x in before)
+    assert step._cache_size() == 1
+
+
+@needs_memories
+def test_jax_commits_arrays_in_host_memory_and_so_all_results():
+    """Params must be committed as well, or the second step is compiled again."""
+    x = jnp.ones(8)
+    hosted = jax.device_put(x, jax.memory.Space.Host)
+    results = jax.jit(lambda x, y: (x + 1, y))(x, hosted)
+    assert [each.committed for each in (x, hosted, *results)] == [False, *[True] * 3]
 
 
 def take(tx, params, state):
@@ -212,7 +208,7 @@ def taken(tx, steps, params, options=UNFUSED, state=None):
     state = tx.init(params) if state is None else state
     for i in range(steps):
         params, state = step(params, state, random_grads(params, i))
-    return params, state, step
+    return params, state
 
 
 TAKEN = ("masters", "compact", "scaled", "scaled inside", "clipped updates")
@@ -223,7 +219,7 @@ TAKEN = ("masters", "compact", "scaled", "scaled inside", "clipped updates")
 def test_take_step_brings_chunks_and_makes_no_update(name):
     params = random_params()
     tx = FORMS[name](in_chunks)
-    got = taken(tx, 3, params)[:2]
+    got = taken(tx, 3, params)
     assert as_bits(got) == as_bits(train(FORMS[name](lambda inner: inner), 3)[:2])
     assert kinds(got[1]) == {"Host", "Device"}
     closed = jax.make_jaxpr(functools.partial(optax_mp.take_step, tx))(
@@ -237,38 +233,11 @@ def test_take_step_brings_chunks_and_makes_no_update(name):
 
 
 @needs_memories
-@pytest.mark.filterwarnings("ignore:.*in device memory")
-@mostly_slow("name", ["masters", "compact"], lambda name: name == "masters")
-def test_take_step_moves_a_state_to_the_host_that_was_restored_elsewhere(name):
-    params, tx = random_params(), FORMS[name](in_chunks)
-    plain = FORMS[name](lambda inner: inner)
-    state = plain.init(params)
-
-    def step(tx):
-        # Not donated: JAX would write results for the host into memory of the device.
-        take = functools.partial(optax_mp.take_step, tx)
-        return jax.jit(take, compiler_options=UNFUSED)(params, state, params)
-
-    got = step(tx)
-    assert kinds(got[1]) == {"Host", "Device"}
-    assert as_bits(got) == as_bits(step(plain))
-
-
-@needs_memories
-def test_a_second_step_is_not_compiled_again():
-    tx = FORMS["masters"](in_chunks)
-    mesh = jax.make_mesh((1,), ("device",))
-    placed = jax.NamedSharding(mesh, jax.P())
-    params = jax.device_put(random_params(), placed)
-    assert taken(tx, 3, params)[2]._cache_size() == 1
-
-
-@needs_memories
 @mostly_slow("form", ["masters", "compact"], lambda form: form == "masters")
 def test_on_a_mesh_of_one_device_with_explicit_axes(form):
     mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Explicit,))
     params = {"matrix": random_params()["matrix"]}
-    placed = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     got = train(FORMS[form](in_chunks), 2, params=placed)
     assert as_bits(got) == as_bits(train(FORMS[form](in_chunks), 2, params=params))
 
@@ -289,23 +258,9 @@ def keeping(rule):
     return optax.GradientTransformation(init, update)
 
 
-def each(function):
-    return lambda *trees: jax.tree.map(function, *trees)
-
-
 RULES = {
-    "reset": each(lambda m, g: jnp.where(g[..., :1].sum() > 0, m + g, 0)),
     "reset by one": lambda m, g: jax.tree.map(
         lambda m, g_: jnp.where(g["row"][0] > 0, m + g_, 0), m, g
-    ),
-    "product after a norm": lambda m, g: jax.tree.map(
-        lambda m, g: (
-            0.5 * m + (m / optax.tree.norm(m)) @ (m.T @ m) + g
-            if m.ndim == 2
-            else m * optax.tree.norm(m) + g
-        ),
-        m,
-        g,
     ),
     "rare products": lambda m, g: jax.lax.cond(
         g["row"][0] > 0,
@@ -321,29 +276,17 @@ RULES = {
 @pytest.mark.filterwarnings("ignore:.*has effects")
 def test_a_rule_of_any_kind_gives_the_same(name):
     params = random_params("float32")
-    for bad in ((), {0, 2}):
-        assert_same_training(
-            lambda off: scaled(off(keeping(RULES[name]))), params=params, bad=bad
-        )
-
-
-@needs_memories
-def test_converts_on_and_off_in_a_live_run():
-    plain, tx = masters(ADAMW), in_chunks(masters(ADAMW))
-    half_params, half, _ = train(plain, 3)
-    moved = optax_mp.convert_opt_state(half, half_params, plain, tx)
-    assert kinds(moved) == {"Host", "Device"}
-    assert as_bits(moved) == as_bits(half)
-    back = optax_mp.convert_opt_state(moved, half_params, tx, plain)
-    assert kinds(back) == {"Device"}
-    assert as_bits(back) == as_bits(half)
+    assert_same_training(
+        lambda off: scaled(off(keeping(RULES[name]))), params=params, bad={0, 2}
+    )
 
 
 @needs_memories
 def test_a_checkpoint_is_restored_into_host_memory(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     tx = in_chunks(masters(ADAMW))
-    params, state, _ = train(tx, 2)
+    params = random_params()
+    state = tx.init(params)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
     for made_by, wanted in ((tx, {"Host", "Device"}), (masters(ADAMW), {"Device"})):
@@ -355,8 +298,6 @@ def test_a_checkpoint_is_restored_into_host_memory(tmp_path):
             restored = checkpointer.restore(tmp_path / "state", template)
         assert kinds(restored) == wanted
         assert as_bits(restored) == as_bits(state)
-        got = train(made_by, 2, params=params, state=restored)
-        assert as_bits(got) == as_bits(train(tx, 2, params=params, state=state))
 
 
 @needs_memories
@@ -387,8 +328,7 @@ def test_before_jax_0_10_the_version_is_named(monkeypatch):
         RuntimeError, match=r"expected JAX 0.10 or later.*memory_kind=N"
     ):
         optax_mp.offload(ADAMW)
-    tx = optax_mp.offload(ADAMW, memory_kind=None)
-    assert as_bits(train(tx, 2, options={})) == as_bits(train(ADAMW, 2, options={}))
+    assert optax_mp.offload(ADAMW, memory_kind=None).init is ADAMW.init
 
 
 @needs_memories

@@ -56,16 +56,11 @@ def test_an_inf_on_one_rank_makes_both_skip(reports, part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["jit", "zero1"])
-def test_both_ranks_end_with_the_same_params(reports, part):
-    first, second = (each[part]["params"] for each in reports)
-    assert first == second
-
-
-@pytest.mark.slow
 def test_zero1_over_two_processes_is_bit_equal_and_half_the_state(reports):
     plain, sharded = reports[0]["jit"], reports[0]["zero1"]
     assert plain["params"] == sharded["params"]
+    for part in (plain, sharded):
+        assert part["params"] == reports[1][part["part"]]["params"]
     # But for what is one number: the scale, its counters, and that of adam.
     assert 0.5 <= sharded["state_bytes"] / plain["state_bytes"] < 0.51
 

@@ -70,8 +70,7 @@ def summed(mesh, *, axis="data", check=True, **settings):
     ("dtype", "sent", "check"),
     [
         ("bfloat16", "bfloat16", True),
-        ("bfloat16", "bfloat16", False),
-        ("float16", "float16", True),
+        ("float16", "float16", False),
         ("float32", "bfloat16", True),
         ("float32", "float32", True),
     ],
@@ -84,9 +83,7 @@ def test_sums_are_those_of_float32_bit_for_bit(dtype, sent, check, scatter):
     found = program(grads)
     for name, stacked in grads.items():
         wanted = in_order(stacked, sent)
-        if not (scatter and name in CUT):
-            wanted = wanted.astype(jnp.dtype(sent))
-        wanted = wanted.astype(np.float32 if scatter else jnp.dtype(sent))
+        wanted = wanted if scatter else wanted.astype(jnp.dtype(sent))
         assert as_bits(found[name]) == as_bits(jnp.asarray(wanted)), name
 
 
@@ -98,7 +95,7 @@ def test_two_axes_may_be_summed_over():
     assert as_bits(found) == as_bits(jax.tree.map(jnp.asarray, wanted))
 
 
-@mostly_slow("count", [2, 4, 8, 16, 32, 64], lambda count: count in (2, 64))
+@mostly_slow("count", [2, 8, 64], lambda count: count == 64)
 def test_the_error_does_not_grow_with_the_devices(count):
     (stacked,) = hand_out(count, {"w": (4096,)}, spread=0).values()
     exact = np.asarray(stacked, np.float64).sum(0)
@@ -135,10 +132,7 @@ def test_no_more_is_sent_than_by_a_scatter_in_16_bits():
     sent = bytes_of(summed(mesh_of(8), scatter=True).lower(grads).compile())
     # All parts of all devices, and arrays that are padded.
     assert sent["all-to-all"] <= 2 * weights + 200
-    assert sent.get("all-gather", 0) <= 200 and set(sent) <= {
-        "all-to-all",
-        "all-gather",
-    }
+    assert sent["all-gather"] <= 200 and set(sent) == {"all-to-all", "all-gather"}
     sent = bytes_of(summed(mesh_of(8)).lower(grads).compile())
     assert sum(sent.values()) <= 2 * (2 * weights + 200)
 

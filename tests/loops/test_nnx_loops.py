@@ -12,8 +12,8 @@ from slow_cases import mostly_slow
 import optax_mp
 
 nnx = recent_nnx()
-OFTEN = {"5.1 bytes", "two arrays"}
-every_form = mostly_slow("form", FORMS, lambda form: form in OFTEN)
+# Of one array for each param, of two, of codes and scales, and with all around them.
+STRUCTURES = "FullCopy", "two arrays", "5.1 bytes", "accumulated"
 
 
 class Net(nnx.Module):
@@ -50,7 +50,7 @@ def boxed_arrays(optimizer):
     return [(path, v.dtype, v.get_value().shape) for path, v in flat]
 
 
-@every_form
+@mostly_slow("form", STRUCTURES, lambda form: form == "5.1 bytes")
 def test_a_compiled_step_is_that_of_plain_trees(form):
     model, optimizer = made(form)
     before = boxed_arrays(optimizer)
@@ -111,7 +111,7 @@ def test_scales_have_the_metadata_of_the_param_by_its_names(name):
     assert nu.scales.get_metadata() == metadata | {name: (None, None)}
 
 
-@pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])
+@mostly_slow("form", ["FullCopy", "5.1 bytes"], lambda form: form == "FullCopy")
 def test_in_a_branch(form):
     model, optimizer = made(form)
 

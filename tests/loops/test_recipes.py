@@ -22,7 +22,7 @@ pytest.importorskip("orbax.checkpoint")
 X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
 
 
-@mostly_slow("form", FORMS, lambda form: form == "5.1 bytes")
+@mostly_slow("form", ["FullCopy", "5.1 bytes", "scaled"], lambda x: x == "FullCopy")
 def test_take_step_does_what_an_nnx_optimizer_does(form):
     take_step, runs = names_of("nnx.md", "take_step")["take_step"], []
 
@@ -112,7 +112,7 @@ def test_a_state_answers_for_the_fields_of_the_state_in_it():
         assert len(optax.tree.get_all_with_path(state, "mini_step")) == 1
 
 
-@pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])
+@mostly_slow("form", ["FullCopy", "5.1 bytes"], lambda form: form == "FullCopy")
 def test_only_adapters_have_a_state(form):
     """As in Tunix: a float32 model with LoRA, of which the optimizer sees a part."""
 

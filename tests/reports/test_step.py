@@ -28,13 +28,13 @@ def reported(tx, *shapes, dtype="bfloat16", **settings):
 @has_kernels
 def test_each_reason_is_named():
     shapes = (64, 128), (8192,), (8, 8), (64, 200), (64, 201)
-    rows = "rows no multiple of 128"
+    rows = "last axis not a multiple of 128"
     assert reported(compact(min_size=1), *shapes) == [
         (KERNEL, KERNEL),
-        ("one axis", KERNEL),
+        ("1-D array", KERNEL),
         ("under 4096 elements", "under 4096 elements"),
         (rows, "blocks of 25"),
-        (rows, "rows not of whole blocks"),
+        (rows, "last axis not a multiple of 32"),
     ]
     for size, gpu in ((256, KERNEL), (4096, "blocks of 4096")):
         reasons = reported(compact(block_size=size), (4, 8 * size))

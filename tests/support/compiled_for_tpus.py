@@ -1,6 +1,6 @@
 """Compile steps with kernels for TPUs that are not here: each must have a kernel.
 
-Run as a script, with the extra `accelerators`: `tests/leafwise/test_compiled.py` does.
+Run as a script, with the extra `accelerators`: `tests/engine/test_compiled.py` does.
 """
 
 import os

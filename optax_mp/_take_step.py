@@ -1,27 +1,24 @@
-"""take_step, and the update of a transformation of this package, in one pass."""
+"""take_step: update and apply in one pass over memory, by the engine."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import NamedSharding
 
-from optax_mp._context import NewParam, with_context
-from optax_mp._dtypes import at_least_float32, is_subnormal
+from optax_mp._context import may_hold_codes, with_context
+from optax_mp._descriptions import spread_shardings
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
-from optax_mp._tree import is_floating
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._engine import Step, run_step
-from optax_mp.leafwise._from_host import run_from_host
-from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._tails import NO_LOW_BITS
+
+# Takes what a step reads, and what it replaces; returns its result, and that anew.
+StepFn = Callable[[Any, Any], tuple[Any, Any]]
+
+Gather = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def take_step(
@@ -49,7 +46,7 @@ def take_step(
     global norm, is computed before the kernels. Outside of `jit`, within `vmap` or
     `grad`, and if the update has effects, such as `jax.debug.print`, there are no
     kernels, and a warning says so. A step that a loss scale skips changes no bit of a
-    param, whereas on a CPU `optax.apply_updates` flushes subnormal params to 0.
+    param, except that a NaN may become the dtype's usual NaN.
 
     A kernel is used in a program for one device, inside `jax.shard_map` over all axes
     of a mesh, and on sharded arrays if their types or `param_shardings` say how they
@@ -103,27 +100,31 @@ def take_step(
         extra_args = with_context(extra_args, is_in_take_step=True)
         if param_shardings is None:
             caller, param_shardings = "offload", of_offload
-    step, inputs, kept, shardings = whole_step(
+    step, inputs, kept, shardings, gather = bind_step(
         caller, tx, grads, opt_state, params, param_shardings, extra_args
     )
     if plan is not None:
+        from optax_mp.engine import step_from_host
+
         plan = plan._replace(shardings=shardings)
-        result = run_from_host(step, inputs, kept, plan) or step(inputs, kept)
-        _, (opt_state, params) = result
-        return params, opt_state
-    (_, (opt_state, params)), obstacle = run_step(
-        step, inputs, kept, shardings, state=opt_state
-    )
-    if obstacle not in (None, NO_LOW_BITS):
-        warn_once(
-            "take_step: this step runs without kernels: "
-            f"{obstacle}. XLA compiles it like `tx.update`. Call `take_step` in "
-            "a function that `jax.jit` compiles, with all state on the device."
-        )
-    return params, opt_state
+        result = step_from_host(step, inputs, kept, plan) or step(inputs, kept)
+    elif may_hold_codes(kept):
+        from optax_mp.engine import run_step
+
+        result, obstacle = run_step(step, inputs, kept, shardings)
+        if obstacle is not None:
+            warn_once(
+                "take_step: this step runs without kernels: "
+                f"{obstacle}. XLA compiles it like `tx.update`. Call `take_step` in "
+                "a function that `jax.jit` compiles, with all state on the device."
+            )
+    else:
+        result = step(inputs, kept)
+    _, (opt_state, params) = result
+    return gather(params, opt_state)
 
 
-def whole_step(
+def bind_step(
     name: str,
     tx: optax.GradientTransformation,
     grads: optax.Updates,
@@ -131,75 +132,37 @@ def whole_step(
     params: optax.Params,
     param_shardings: Any,
     extra_args: dict[str, Any],
-) -> tuple[Step, Any, Any, list[NamedSharding | None]]:
-    """Return the arguments of `run_step` for the function `name`."""
-    if getattr(tx, "makes_params", False):
-        extra_args = with_context(extra_args, takes_params=True)
-    tx = as_transformation(tx, name, "tx")
+) -> tuple[StepFn, Any, Any, list[NamedSharding | None], Gather]:
+    """Return the arguments of `run_step` for the function `name`.
+
+    And from the new params and state of that step to those of `tx`.
+    """
+    shardings: list[Any] = [None] * len(jax.tree.leaves(opt_state))
+    if param_shardings is not None:
+        shardings += spread_shardings(params, param_shardings, name)
+    gather: Gather = lambda params, opt_state: (params, opt_state)  # noqa: E731
+    update = as_transformation(tx, name, "tx").update
+    if in_parts := getattr(tx, "in_parts", None):
+        part = in_parts(grads, opt_state, params, extra_args)
+        update, grads, opt_state, params, extra_args, shardings, cuts = part
+        gather = cuts.gather
 
     def step(inputs: Any, kept: Any) -> Any:
         grads, extra_args = inputs
         opt_state, params = kept
-        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        updates, opt_state = update(grads, opt_state, params, **extra_args)
         return None, (opt_state, _apply_updates(params, updates))
 
-    shardings = [None] * len(jax.tree.leaves(opt_state))
-    shardings += spread_shardings(params, param_shardings, name)
-    return step, (grads, extra_args), (opt_state, params), shardings
+    return step, (grads, extra_args), (opt_state, params), shardings, gather
 
 
 def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """Return what `optax.apply_updates` does; a param whose update is None stays."""
 
     def apply(param: Any, update: Any) -> Any:
-        if isinstance(update, NewParam):
-            return update.value
         update = or_no_change(update, param)
-        return param if is_absent(update) else add(param, update)
+        return param if is_absent(update) else optax.apply_updates(param, update)
 
     # It adds float32 updates to 16-bit params, and casts back.
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
-
-
-def add(param: Any, update: Any) -> Any:
-    """Return the sum as `optax.apply_updates` does, but flush no subnormal params."""
-    if not (is_floating(param) and is_floating(update)):
-        return optax.apply_updates(param, update)
-    # A CPU's sum flushes subnormals to 0. The update has no other use: with two, XLA
-    # would not contract the product that it is with this sum, as in `tx.update`.
-    param = jnp.asarray(param)
-    moved: Any = optax.apply_updates(param, update)
-    # In float32, because not every TPU compares 16 bits.
-    wide, sums = (
-        lax.convert_element_type(x, at_least_float32(param.dtype))
-        for x in (param, moved)
-    )
-    is_flushed = lax.bitwise_and(is_subnormal(wide), lax.eq(sums, lax.sub(wide, wide)))
-    return lax.convert_element_type(lax.select(is_flushed, wide, sums), param.dtype)
-
-
-def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
-    """Return the update of a transformation, in one pass where that is less traffic.
-
-    The new param is computed outside, in one more pass. So kernels pay on a TPU, where
-    XLA alone passes over packed arrays several times, with branches, and with shifts.
-    """
-
-    @functools.wraps(update)
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        # A function among the arguments, as for a line search, may have side effects.
-        if any(map(callable, jax.tree.leaves(extra_args))):
-            return update(updates, state, params, **extra_args)
-
-        def step(inputs: Any, kept: Any) -> tuple[Any, Any]:
-            updates, params, extra_args = inputs
-            return update(updates, kept, params, **extra_args)
-
-        inputs = updates, params, extra_args
-        result, _ = run_step(step, inputs, state, platforms=("tpu",))
-        return result
-
-    return update_fn

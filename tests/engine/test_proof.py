@@ -16,14 +16,14 @@ from host_memory import UNFUSED
 from jax.experimental import pallas as pl
 
 import optax_mp
-from optax_mp._jax import _by_platform
-from optax_mp.leafwise import (
+from optax_mp.engine import (
+    _by_platform,
     _evaluator,
+    _explain,
     _gpu,
     _proof,
     _tpu,
 )
-from optax_mp.reports import _step_report
 
 KIND = "a card"
 PARAMS = {"w": jnp.ones((64, 128), jnp.bfloat16)}
@@ -54,7 +54,7 @@ def platform(request, small, monkeypatch):
     (device,) = jax.local_devices()[:1]
     target = _by_platform.Target(request.param, kind=KIND, device=device)
     monkeypatch.setattr(_by_platform.Target, "of", lambda _: target)
-    monkeypatch.setattr(_step_report, "kind_here", lambda _: KIND)
+    monkeypatch.setattr(_explain, "kind_here", lambda _: KIND)
     return request.param
 
 

@@ -9,18 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from optax_mp.leafwise._evaluator import (
+from optax_mp._jax._experimental import experimental
+from optax_mp.engine._evaluator import (
     DTYPES,
     KernelEvaluator,
     call_kernel,
     dtype_obstacle,
     to_register_dtype,
 )
-from optax_mp.leafwise._layout import Part, shape_in_blocks
-from optax_mp.leafwise._tails import ElementwiseTail
+from optax_mp.engine._layout import Part, shape_in_blocks
+from optax_mp.engine._tails import ElementwiseTail
+
+pl, triton = experimental("pallas"), experimental("pallas.triton")
 
 # Elements of a piece at least, and for each thread: with sixteen, XLA takes twice as
 # long to compile a kernel. A warp has 32 threads.
@@ -136,7 +137,7 @@ def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
     if part.group_size > 128:
         return f"groups of {part.group_size} rows"
     if part.shape[-1] % size:
-        return "rows not of whole blocks"
+        return f"last axis not a multiple of {size}"
     if math.prod(part.shape) >= 2**31:
         return "2^31 elements or more"
     return None
@@ -148,7 +149,9 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
     Args:
         tail: the tail.
         part: of its arrays.
-        args: the values of what it reads.
+        args: the values of what it reads: for an array of elements `part.shape`, for
+            scales the same with `columns / block_size` columns, for shifts with
+            `rows / group_size` rows, in any of `DTYPES`; scalars.
     """
     first = PieceEvaluator.first_of(part)
     _, down, across = first.grid

@@ -1,4 +1,4 @@
-"""Cut a step into the elementwise tail of each leaf, and what comes before.
+"""Split a step into the elementwise tail of each leaf, and what comes before.
 
 Elementwise: an element of an output depends on the elements at its place in arrays of
 one shape, on scalars, and on the scale of its block.
@@ -7,14 +7,23 @@ one shape, on scalars, and on the scale of its block.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import jax.numpy as jnp
 
 from optax_mp._jax._block_operations import NAME, Blocks
-from optax_mp._jax._jaxpr import groups_with_common
+from optax_mp._jax._control_flow import PLAIN_CALLS
+from optax_mp._jax._jaxpr import (
+    Equation,
+    Jaxpr,
+    cache_by_jaxpr,
+    groups_with_common,
+    jaxprs_within,
+    open_jaxpr,
+)
 from optax_mp._jax._memory import is_host_type, moves_memory
 from optax_mp._jax._primitives import IN_KERNELS
-from optax_mp.leafwise._program import (
+from optax_mp.engine._program import (
     Node,
     Program,
     Value,
@@ -23,7 +32,7 @@ from optax_mp.leafwise._program import (
     values_in,
 )
 
-# How the cut is found. Walk backwards from each array that the step returns, as
+# How it is split. Walk backwards from each array that the step returns, as
 # long as the equations are elementwise. The equations on the way are its tail. The
 # tail reads the values at which the walk stops: inputs of the step (the gradient,
 # the codes), and results of equations that are not elementwise (a global norm, a
@@ -56,9 +65,8 @@ class ElementwiseTail:
         axis: that axis, or the last one.
         group_size: how many along the last of the other axes share a shift; 1 without
             shifts.
-        entangled: why no part of its arrays can be computed alone. None if any part can
-            be: all arrays have one shape, or are scales along its axis, or shifts along
-            the other.
+        unsplittable_because: why it cannot be split; None if it can. Then all arrays
+            have one shape, or are scales along its axis, or shifts along the other.
         reads_repeated: whether it reads factors of rows or columns, as of a factored
             moment. XLA would write them out as whole arrays for a kernel.
         obstacle: why it has no kernel on any platform, or None.
@@ -72,12 +80,14 @@ class ElementwiseTail:
     block_size: int
     axis: int
     group_size: int
-    entangled: str | None
+    unsplittable_because: str | None
     reads_repeated: bool
     obstacle: str | None
 
 
-def cut(program: Program, replaced: Mapping[Value, Value]) -> list[ElementwiseTail]:
+def split_tails(
+    program: Program, replaced: Mapping[Value, Value]
+) -> list[ElementwiseTail]:
     """Return the tails of a program.
 
     Args:
@@ -85,7 +95,9 @@ def cut(program: Program, replaced: Mapping[Value, Value]) -> list[ElementwiseTa
         replaced: which input an output takes the place of.
     """
     made = [(x, node) for node in program.nodes for x in node.outputs]
-    stops = {x for x, node in made if not (x.aval.ndim and _is_elementwise(node))}
+    stops = {
+        x for x, node in made if not (x.aval.ndim and _is_elementwise(node.equation))
+    }
     stops.update(program.inputs, program.constants)
     outputs = dict.fromkeys(values_in(program.outputs))
     outputs = [value for value in outputs if value not in stops]
@@ -115,7 +127,7 @@ def _tail_of(
     old = [overwritten_by(value, replaced) for value in outputs]
     # The first operation is on scales. Shifts are along another axis.
     axis = blocks[0].axis if blocks else len(shape) - 1
-    entangled = _entangled(nodes, blocks, shape, axis)
+    unsplittable_because = _unsplittable_because(nodes, blocks, shape, axis)
     return ElementwiseTail(
         nodes=nodes,
         reads=reads,
@@ -125,9 +137,9 @@ def _tail_of(
         block_size=max((x.size for x in blocks if x.axis == axis), default=1),
         axis=axis,
         group_size=max((x.size for x in blocks if x.axis != axis), default=1),
-        entangled=entangled,
+        unsplittable_because=unsplittable_because,
         reads_repeated=any(map(_is_repeated, reads)),
-        obstacle=_obstacle(outputs, shape) or entangled,
+        obstacle=_obstacle(outputs, shape) or unsplittable_because,
     )
 
 
@@ -158,10 +170,10 @@ def _obstacle(outputs: Sequence[Value], shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _entangled(
+def _unsplittable_because(
     nodes: Sequence[Node], blocks: Sequence[Blocks], shape: tuple[int, ...], axis: int
 ) -> str | None:
-    """Return why no part of the arrays of a tail can be computed alone."""
+    """Return why a tail cannot be split; None if it can."""
     if len({(x.size, x.axis) for x in blocks}) > len({x.axis for x in blocks}):
         return "blocks of several sizes"
     if not {x.axis for x in blocks} <= {axis, *axis_of_groups(len(shape), axis)}:
@@ -181,16 +193,26 @@ def axis_of_groups(rank: int, axis: int) -> list[int]:
     return [i for i in range(rank) if i != axis][-1:]
 
 
-def _is_elementwise(node: Node) -> bool:
-    equation = node.equation
-    name = equation.primitive.name
+def _is_elementwise(equation: Equation) -> bool:
+    name, outputs = equation.primitive.name, equation.outvars
+    if name in PLAIN_CALLS:  # one that a program does not open
+        return _has_elementwise(open_jaxpr(jaxprs_within(equation)[0])[0])
     if name in IN_KERNELS:
-        shape = node.outputs[0].aval.shape
+        shape = outputs[0].aval.shape
         allowed = {shape} if name == "bitcast_convert_type" else {(), shape}
         shapes = {x.aval.shape for x in equation.invars}
-        return len(node.outputs) == 1 and shapes <= allowed
+        return len(outputs) == 1 and shapes <= allowed
     if name == "broadcast_in_dim":
         return not equation.invars[0].aval.shape
     if name == "device_put":
         return moves_memory(equation)
     return name in ("iota", NAME)
+
+
+@cache_by_jaxpr
+def _has_elementwise(jaxpr: Jaxpr) -> bool:
+    """Return whether a function is elementwise, but for operations on numbers."""
+    return all(
+        _is_elementwise(x) or all(atom.aval.size <= 1 for atom in x.invars)
+        for x in cast(list[Any], jaxpr.eqns)
+    )

@@ -1,6 +1,6 @@
 """Take a step whose state is in host memory, with little of it on the device at a time.
 
-The step is traced as if all of the state were on the device, and then run job by job.
+The step is traced as if all of the state were on the device, then one leaf at a time.
 A job computes the outputs of one leaf, or of several leaves that read the same arrays.
 It is a loop of one iteration. XLA starts copies as early as it can, and would have all
 of the state on the device at once; but it does not move a copy out of a loop. In the
@@ -16,19 +16,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 
 from optax_mp._choose import select
-from optax_mp._context import Choice
+from optax_mp._context import Choice, Plan
 from optax_mp._jax._arrays import is_partitioned
 from optax_mp._jax._jaxpr import groups_with_common
-from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
+from optax_mp._jax._memory import (
+    bring,
+    bytes_on_device,
+    is_host_type,
+    is_on_host,
+    to_device,
+    to_host,
+)
 from optax_mp._jax._traced import TracedCall
+from optax_mp._take_step import StepFn
 from optax_mp._warnings import warn
-from optax_mp.leafwise._chunks import Chunk, first_chunk, run_tail, whole_on_device
-from optax_mp.leafwise._engine import Step, TracedStep
-from optax_mp.leafwise._layout import Part
-from optax_mp.leafwise._program import (
+from optax_mp.engine._chunks import Chunk, first_chunk, run_tail, whole_on_device
+from optax_mp.engine._layout import Part
+from optax_mp.engine._program import (
     Node,
     Program,
     Value,
@@ -38,35 +44,12 @@ from optax_mp.leafwise._program import (
     run_nodes,
     values_in,
 )
-from optax_mp.leafwise._tails import ElementwiseTail, overwritten_by
+from optax_mp.engine._tails import ElementwiseTail, overwritten_by
+from optax_mp.engine._tailwise import TracedStep
 
 
-class Plan(NamedTuple):
-    """What may be on the device, and how arrays are laid out on several devices.
-
-    Attributes:
-        min_size: arrays of fewer elements stay on the device.
-        chunk_bytes: how many bytes of the others are on the device at a time, by
-            `bytes_on_device`.
-        shardings: of the leaves of the state under `jit`; None for those that are not
-            known, which are copied whole.
-    """
-
-    min_size: int
-    chunk_bytes: int
-    shardings: Sequence[NamedSharding | None] = ()
-
-
-def bytes_on_device(aval: Any) -> int:
-    """Return how many bytes an array takes on the device.
-
-    Low-bit codes become numbers of 32 bits there.
-    """
-    return aval.size * max(4, aval.dtype.itemsize)
-
-
-def run_between_moves(
-    step: Step, inputs: Any, kept: Any, proceed: Choice = True
+def run_on_device(
+    step: StepFn, inputs: Any, kept: Any, proceed: Choice = True
 ) -> tuple[Any, Any]:
     """Return `step(inputs, kept)`, taken on the device, with `kept` where it was.
 
@@ -87,8 +70,8 @@ def run_between_moves(
     return updates, jax.tree.map(move_back, new, on_device, kept)
 
 
-def run_from_host(
-    step: Step,
+def step_from_host(
+    step: StepFn,
     inputs: Any,
     kept: Any,
     plan: Plan,
@@ -136,7 +119,7 @@ class _Job(NamedTuple):
 
 
 class _StepFromHost:
-    """A step, and the values computed so far. See `run_from_host`.
+    """A step, and the values computed so far. See `step_from_host`.
 
     A large value that depends on arrays in host memory is on the device only within a
     loop. A small value is computed once, and stays.
@@ -192,7 +175,11 @@ class _StepFromHost:
     ) -> _Job:
         """Return the job for some outputs, of a tail or of several."""
         nodes = self._slice(outputs, arrays)
-        if tail is None or tail.entangled or tail.axis != len(tail.shape) - 1:
+        if (
+            tail is None
+            or tail.unsplittable_because
+            or tail.axis != len(tail.shape) - 1
+        ):
             return _Job(outputs, nodes)
         # A norm of the arrays, or a product, needs them whole.
         before = set(nodes).difference(tail.nodes)

@@ -3,26 +3,27 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from optax_mp._jax._experimental import experimental
 from optax_mp._jax._memory import to_host
-from optax_mp.leafwise._evaluator import (
+from optax_mp.engine._evaluator import (
     DTYPES,
     KernelEvaluator,
     call_kernel,
     dtype_obstacle,
     to_register_dtype,
 )
-from optax_mp.leafwise._layout import Part
-from optax_mp.leafwise._program import Value
-from optax_mp.leafwise._tails import ElementwiseTail
+from optax_mp.engine._layout import Part
+from optax_mp.engine._program import Value
+from optax_mp.engine._tails import ElementwiseTail
+
+pl, pltpu = experimental("pallas"), experimental("pallas.tpu")
 
 # How blocks are reduced. A register of a TPU is 8 rows of 128 lanes, and 32 of
 # its lanes are a block. Mosaic has no reduction over a part of the lanes, and
@@ -148,7 +149,7 @@ def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
     if any(value.aval.dtype == jnp.bool_ for value in tail.outputs):
         return "writes an array of bools"
     if len(part.shape) < 2:
-        return "one axis"
+        return "1-D array"
     # What Mosaic has no way to lower.
     if part.shape[-2] == 1:
         return "one row"
@@ -156,7 +157,7 @@ def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
         return "64-bit types are on"
     # XLA lays such arrays out by columns, and would copy them for a kernel.
     if part.shape[-1] % LANES:
-        return f"rows no multiple of {LANES}"
+        return f"last axis not a multiple of {LANES}"
     block_size, group_size = part.block_size, part.group_size
     if group_size not in (1, part.shape[-2]) and group_size % _ROWS:
         return f"groups of {group_size} rows"
@@ -165,106 +166,160 @@ def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Tiles:
+    """How the arrays of a part are split: each program of the grid has a tile.
+
+    That is some rows, and as many columns as have 128 scales, or all. Mosaic copies the
+    tiles of the next program while one computes. Inside, a loop takes the columns by
+    chunks, so that intermediate values fit into registers.
+
+    Attributes:
+        part: the part.
+        block_size: how many columns share a scale.
+        rows: of a tile.
+        columns: of a tile.
+        shared: how many tiles along the columns share a tile of scales.
+        chunk: how many columns are computed at once.
+    """
+
+    part: Part
+    block_size: int
+    rows: int
+    columns: int
+    shared: int
+    chunk: int
+
+    @classmethod
+    def of(cls, part: Part) -> "_Tiles":
+        """Return the tiles of a part."""
+        height, width = part.shape[-2:]
+        block_size = part.block_size if part.block_size > 1 else 32
+        rows = part.group_size if part.group_size > 1 else min(_ROWS, height)
+        # As many columns as 128 scales are for, since those fill a register's lanes.
+        # Tiles of more rows have fewer, and several of them share a tile of scales.
+        columns = block_size * LANES >> max(0, (rows - 1).bit_length() - _ROW_BITS)
+        columns = min(max(columns, LANES), width)
+        shared = max(1, block_size * LANES // columns)
+        chunk = math.gcd(columns, _CHUNK if rows <= _ROWS else LANES)
+        return cls(part, block_size, rows, columns, shared, chunk)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Return how many tiles there are along each axis."""
+        *leading, height, width = self.part.shape
+        return *leading, pl.cdiv(height, self.rows), pl.cdiv(width, self.columns)
+
+    def has_shifts(self, shape: tuple[int, ...]) -> bool:
+        """Return whether an array of a shape is of shifts."""
+        return self.part.block_of(shape)[0] > 1
+
+    def is_scales(self, value: Value) -> bool:
+        """Return whether a value is an array of scales."""
+        return self.part.block_of(value.aval.shape)[1] > 1
+
+    def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in which the kernel gets the part of an array."""
+        own = self.part.shape_of(shape)
+        # One row of shifts is no tile, unless there is no other.
+        return (*own[:-1], 1, own[-1]) if self.has_shifts(shape) else own
+
+    def spec(self, value: Value) -> Any:
+        """Return the tile of an array that a program has."""
+        leading = [None] * (len(self.part.shape) - 2)
+        if self.has_shifts(value.aval.shape):
+            tile = (*leading, None, 1, self.columns)
+            return pl.BlockSpec(tile, lambda *at: (*at[:-1], 0, at[-1]))
+        if not self.is_scales(value):
+            return pl.BlockSpec((*leading, self.rows, self.columns), lambda *at: at)
+        return pl.BlockSpec(
+            (*leading, self.rows, LANES),
+            lambda *at: (*at[:-1], lax.div(at[-1], jnp.int32(self.shared))),
+        )
+
+    def first_chunk(self, here: Part) -> TileEvaluator:
+        """Return the first chunk of this program's tile."""
+        ids = [pl.program_id(axis) for axis in range(len(self.part.shape))]
+        # Columns are counted from where the tile of scales begins.
+        place = ids[-1] & (self.shared - 1)
+        start = (*ids[:-2], ids[-2] * self.rows, (ids[-1] - place) * self.columns)
+        size = self.rows, self.chunk, self.block_size
+        return TileEvaluator(here, *size, start, place * self.columns)
+
+
 def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any]:
     """Return the outputs of a tail.
 
     Args:
         tail: the tail.
         part: of its arrays.
-        args: the values of what it reads.
+        args: the values of what it reads: for an array of elements `part.shape`, for
+            scales the same with `columns / block_size` columns, for shifts with
+            `rows / group_size` rows, in any of `DTYPES` but float16; scalars.
     """
-    shape = part.shape
-    block_size = part.block_size if part.block_size > 1 else 32
-    # Each program of the grid has a tile: some rows, and as many columns as have 128
-    # scales, or all. Mosaic copies the tiles of the next program while one computes.
-    # Inside, a loop takes the columns by chunks, so that intermediate values fit into
-    # registers. All scales of the tile are stored together at the end.
-    *leading, height, width = shape
-    rows = part.group_size if part.group_size > 1 else min(_ROWS, height)
-    # As many columns as 128 scales are for, since those fill a register's lanes. Tiles
-    # of more rows have fewer, and several of them share a tile of scales.
-    columns = block_size * LANES >> max(0, (rows - 1).bit_length() - _ROW_BITS)
-    columns = min(max(columns, LANES), width)
-    shared = max(1, block_size * LANES // columns)
-    chunk = math.gcd(columns, _CHUNK if rows <= _ROWS else LANES)
-    leading = [None] * len(leading)
-
-    def has_shifts(shape: tuple[int, ...]) -> bool:
-        return part.block_of(shape)[0] > 1
-
-    def is_scales(value: Value) -> bool:
-        return part.block_of(value.aval.shape)[1] > 1
-
-    def view_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-        own = part.shape_of(shape)
-        # One row of shifts is no tile, unless there is no other.
-        return (*own[:-1], 1, own[-1]) if has_shifts(shape) else own
-
-    def spec(value: Value) -> pl.BlockSpec:
-        if has_shifts(value.aval.shape):
-            tile = (*leading, None, 1, columns)
-            return pl.BlockSpec(tile, lambda *at: (*at[:-1], 0, at[-1]))
-        if not is_scales(value):
-            return pl.BlockSpec((*leading, rows, columns), lambda *at: at)
-        return pl.BlockSpec(
-            (*leading, rows, LANES),
-            lambda *at: (*at[:-1], lax.div(at[-1], jnp.int32(shared))),
-        )
+    tiles = _Tiles.of(part)
 
     def kernel(here: Part, values: Any, inputs: Any, outputs: Any) -> None:
-        ids = [pl.program_id(axis) for axis in range(len(shape))]
-        # Columns are counted from where the tile of scales begins.
-        place = ids[-1] & (shared - 1)
-        start = (*ids[:-2], ids[-2] * rows, (ids[-1] - place) * columns)
-        for value, ref in inputs.items():
-            if is_scales(value):
-                values[value] = to_register_dtype(ref[...], value.aval.dtype)
-
-        def run_chunk(k: Any, scales: Sequence[Any]) -> list[Any]:
-            first = pl.multiple_of(k * chunk, chunk)
-            tile = TileEvaluator(
-                here, rows, chunk, block_size, start, place * columns + first
-            )
-            local = dict(values)
-            for value, ref in inputs.items():
-                if not is_scales(value):
-                    read = ref[:, pl.ds(first, chunk)]
-                    local[value] = to_register_dtype(read, value.aval.dtype)
-            tile.run_all(tail, local)
-            # Elements are stored at once. The scales of a chunk fill only a part of a
-            # register's lanes. So the loop carries all scales of the tile, each chunk
-            # sets its own, and they are stored at the end.
-            for value, ref in outputs.items():
-                if not is_scales(value):
-                    ref[:, pl.ds(first, chunk)] = local[value].astype(ref.dtype)
-            both = zip(of_scales, scales, strict=True)
-            return [jnp.where(tile.is_of_chunk(), local[x], old) for x, old in both]
-
-        # What the tiles before have set stays.
-        of_scales = {x: ref for x, ref in outputs.items() if is_scales(x)}
-        before = [ref[...].astype(jnp.float32) for ref in of_scales.values()]
-        scales = lax.fori_loop(0, columns // chunk, run_chunk, before)
-        for ref, result in zip(of_scales.values(), scales, strict=True):
-            ref[...] = result.astype(ref.dtype)
+        _run_tile(tail, tiles, here, values, inputs, outputs)
 
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     arrays = [value for value in tail.reads if value.aval.ndim]
     pallas_call = functools.partial(
         pl.pallas_call,
-        grid=(*shape[:-2], pl.cdiv(height, rows), pl.cdiv(width, columns)),
-        in_specs=[in_scalar_memory] * 2 + [*map(spec, arrays)],
-        out_specs=[*map(spec, tail.outputs)],
+        grid=tiles.grid,
+        in_specs=[in_scalar_memory] * 2 + [*map(tiles.spec, arrays)],
+        out_specs=[*map(tiles.spec, tail.outputs)],
     )
     # Alone, each number would take a kilobyte of a small memory.
-    return call_kernel(kernel, pallas_call, view_of, tail, part, args, packs=True)
+    return call_kernel(kernel, pallas_call, tiles.view_of, tail, part, args, packs=True)
+
+
+def _run_tile(
+    tail: ElementwiseTail,
+    tiles: _Tiles,
+    here: Part,
+    values: dict[Value, Any],
+    inputs: dict[Value, Any],
+    outputs: dict[Value, Any],
+) -> None:
+    """Compute a tile. For the arguments see `Kernel`."""
+    first_chunk = tiles.first_chunk(here)
+    for value, ref in inputs.items():
+        if tiles.is_scales(value):
+            values[value] = to_register_dtype(ref[...], value.aval.dtype)
+
+    def run_chunk(k: Any, scales: Sequence[Any]) -> list[Any]:
+        first = pl.multiple_of(k * tiles.chunk, tiles.chunk)
+        chunk = replace(first_chunk, first=first_chunk.first + first)
+        local = dict(values)
+        for value, ref in inputs.items():
+            if not tiles.is_scales(value):
+                read = ref[:, pl.ds(first, tiles.chunk)]
+                local[value] = to_register_dtype(read, value.aval.dtype)
+        chunk.run_all(tail, local)
+        # Elements are stored at once. The scales of a chunk fill only a part of a
+        # register's lanes. So the loop carries all scales of the tile, each chunk
+        # sets its own, and they are stored at the end.
+        for value, ref in outputs.items():
+            if not tiles.is_scales(value):
+                ref[:, pl.ds(first, tiles.chunk)] = local[value].astype(ref.dtype)
+        both = zip(of_scales, scales, strict=True)
+        return [jnp.where(chunk.is_of_chunk(), local[x], old) for x, old in both]
+
+    # Keep scales set by earlier tiles.
+    of_scales = {x: ref for x, ref in outputs.items() if tiles.is_scales(x)}
+    before = [ref[...].astype(jnp.float32) for ref in of_scales.values()]
+    scales = lax.fori_loop(0, tiles.columns // tiles.chunk, run_chunk, before)
+    for ref, result in zip(of_scales.values(), scales, strict=True):
+        ref[...] = result.astype(ref.dtype)
 
 
 def read_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
     """Return some rows of an array of 8-bit numbers in host memory, on the device.
 
     Args:
-        view: the array, with rows of whole tiles.
-        first: the first row, a multiple of the 32 rows of a tile.
+        view: the array, [rows, columns] of int8 or uint8, with rows of whole tiles.
+        first: int32 scalar, the first row, a multiple of the 32 rows of a tile.
         length: how many rows, another multiple.
     """
     shape = length // _PACKED, view.shape[1]
@@ -278,8 +333,8 @@ def write_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
 
     Args:
         view: the array, as of `read_rows`.
-        rows: the rows.
-        first: where they begin.
+        rows: [length, columns], of the dtype of `view`.
+        first: int32 scalar, where they begin.
     """
     return to_host(_copy_words(jax.typeof(view), first, view, as_words(rows)))
 
@@ -312,9 +367,9 @@ def _copy_words(made: Any, first: Any, view: jax.Array, *words: jax.Array) -> ja
 
     Args:
         made: the type of the result.
-        first: the first row, not counted in words.
-        view: the array.
-        *words: those to put in; without, some are returned.
+        first: int32 scalar, the first row, not counted in words.
+        view: the array, [rows, columns] of int8 or uint8.
+        *words: [length / 4, columns] of int32, to put in; without, some are returned.
     """
 
     def kernel(first: Any, view: Any, words: Any, *others: Any) -> None:

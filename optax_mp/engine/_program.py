@@ -1,6 +1,13 @@
 """A jaxpr as one list of equations, with calls of `jit` and branches opened."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from itertools import filterfalse
 from operator import attrgetter
@@ -17,13 +24,16 @@ from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
     Literal,
-    Location,
+    Run,
+    any_equation,
     bind,
     jaxprs_within,
     open_jaxpr,
+    run_equations,
 )
 from optax_mp._jax._primitives import FACTORIZATIONS, is_product
 
+_OPENED = PLAIN_CALLS | {"cond"}
 _SLOW = FACTORIZATIONS | {"while", "scan", "sort", "custom_linear_solve"}
 
 
@@ -54,32 +64,55 @@ class Node:
     outputs: Sequence[Value] = ()
 
 
+def can_open(equation: Equation, inputs: Sequence[Any]) -> bool:
+    """Return whether the equations of a call, or of all branches, can be a program's.
+
+    No branch may take long, unless it is known which of them runs.
+    """
+    if equation.primitive.name in PLAIN_CALLS:
+        return is_plain_call(equation)
+    takes_long = any(any_equation(x, _is_slow) for x in jaxprs_within(equation))
+    is_known = isinstance(inputs[0], Literal)
+    return not equation.effects and (is_known or not takes_long)
+
+
+def _is_slow(equation: Equation) -> bool:
+    """Return whether an equation is a loop, a product or a factorization."""
+    return is_product(equation) or equation.primitive.name in _SLOW
+
+
 @dataclass
 class Program:
     """A jaxpr as one list of equations.
 
     Attributes:
         inputs: its inputs.
+        opens: whether the equations of a call or a `cond` are equations of the program.
+            All branches of a `cond` are then computed, and their results chosen one by
+            one, unless it is known which of them runs.
         outputs: its outputs: values or literals.
         nodes: its equations, in order.
         constants: the arrays of the values that are neither inputs nor outputs of
             equations.
-        has_branches: whether the jaxpr has a `cond` that is opened: all of its branches
-            are computed, and their results chosen one by one, unless it is known which
-            of them runs.
+        has_branches: whether a `cond` was opened.
     """
 
     inputs: list[Value]
+    opens: Callable[[Equation, Sequence[Any]], bool]
     outputs: list[Any] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     constants: dict[Value, Any] = field(default_factory=dict)
     has_branches: bool = False
 
     @classmethod
-    def of(cls, jaxpr: AnyJaxpr) -> "Program":
+    def of(
+        cls,
+        jaxpr: AnyJaxpr,
+        opens: Callable[[Equation, Sequence[Any]], bool] = can_open,
+    ) -> "Program":
         """Return the program of a jaxpr."""
         opened, _ = open_jaxpr(jaxpr)
-        program = cls([Value(var.aval) for var in opened.invars])
+        program = cls([Value(var.aval) for var in opened.invars], opens)
         program.outputs = program.open(jaxpr, program.inputs)
         return program
 
@@ -96,12 +129,13 @@ class Program:
         for equation in jaxpr.eqns:
             name = equation.primitive.name
             args = [x if isinstance(x, Literal) else values[x] for x in equation.invars]
-            if name in PLAIN_CALLS and is_plain_call(equation):
-                made = self.open(jaxprs_within(equation)[0], args)
-            elif name == "cond" and _is_choice(equation, args):
+            is_closed = name not in _OPENED or not self.opens(equation, args)
+            if is_closed:
+                made = self.add(equation, args)
+            elif name == "cond":
                 made = self._open_branches(equation, args)
             else:
-                made = self.add(equation, args)
+                made = self.open(jaxprs_within(equation)[0], args)
             values.update(zip(equation.outvars, made, strict=True))
         return [x if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
 
@@ -159,35 +193,11 @@ def reads_of(nodes: Iterable[Node]) -> list[Value]:
     return [value for value in read if value not in made]
 
 
-def run_nodes(nodes: Iterable[Node], values: dict[Value, Any]) -> None:
+def run_nodes(
+    nodes: Iterable[Node], values: MutableMapping[Any, Any], run: Run = bind
+) -> None:
     """Evaluate some equations, in order; add their outputs to `values`."""
-    with Location() as location:
-        for node in nodes:
-            args = read_inputs(values, node)
-            with location.of(node.equation):
-                made = bind(node.equation, args)
-            values.update(zip(node.outputs, made, strict=True))
-
-
-def _is_choice(cond: Equation, inputs: Sequence[Any]) -> bool:
-    """Return whether all branches of a `cond` can be computed.
-
-    None of them may take long, unless it is known which of them runs.
-    """
-    branches = [open_jaxpr(x)[0] for x in cond.params["branches"]]
-    is_known = isinstance(inputs[0], Literal)
-    return not cond.effects and (is_known or not any(map(_takes_long, branches)))
-
-
-def _takes_long(jaxpr: Any) -> bool:
-    """Return whether a jaxpr has loops, products or factorizations."""
-
-    def is_slow(equation: Equation) -> bool:
-        inner = (open_jaxpr(x)[0] for x in jaxprs_within(equation))
-        is_one = is_product(equation) or equation.primitive.name in _SLOW
-        return is_one or any(map(_takes_long, inner))
-
-    return any(map(is_slow, jaxpr.eqns))
+    run_equations([(x.equation, x.inputs, x.outputs) for x in nodes], values, run)
 
 
 def read_inputs(values: Mapping[Value, Any], node: Node) -> list[Any]:

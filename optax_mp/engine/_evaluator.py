@@ -20,9 +20,9 @@ from optax_mp._dtypes import bits
 from optax_mp._jax._block_operations import NAME, SPREAD
 from optax_mp._jax._contact import result_like
 from optax_mp._jax._jaxpr import Equation
-from optax_mp.leafwise._layout import Part
-from optax_mp.leafwise._program import Node, Value, read_inputs
-from optax_mp.leafwise._tails import ElementwiseTail
+from optax_mp.engine._layout import Part
+from optax_mp.engine._program import Node, Value, read_inputs
+from optax_mp.engine._tails import ElementwiseTail
 
 
 @dataclass(frozen=True)

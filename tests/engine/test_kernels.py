@@ -11,8 +11,9 @@ from host_memory import needs_memories
 
 import optax_mp
 from optax_mp import _warnings
-from optax_mp._jax._by_platform import NAME, Target
-from optax_mp.leafwise import _evaluator, _kernels, _layout
+from optax_mp._jax._control_flow import STEP
+from optax_mp.engine import _evaluator, _kernels, _layout
+from optax_mp.engine._by_platform import Target
 
 SHAPE = (64, 128)
 PARAMS = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
@@ -23,8 +24,10 @@ def compact(inner=None):
     return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
 
 
-def traced(tx, params=PARAMS, grads=None):
-    step = functools.partial(optax_mp.take_step, tx)
+def traced(tx, params=PARAMS, grads=None, way="take_step"):
+    step = (
+        functools.partial(optax_mp.take_step, tx) if way == "take_step" else tx.update
+    )
     grads = params if grads is None else grads
     return jax.jit(step).trace(grads, jax.eval_shape(tx.init, params), params)
 
@@ -71,9 +74,50 @@ def test_a_frozen_8_bit_param_is_no_low_bit_state():
     grads = PARAMS | {"base": None}
     for tx in (optax_mp.mixed_precision(optax.adamw(0.1)), optax.adamw(0.1)):
         tx = optax.masked(tx, {"w": True, "base": False})
-        assert NAME not in str(traced(tx, params, grads).jaxpr)
+        assert STEP not in str(traced(tx, params, grads).jaxpr)
     tx = optax.masked(compact(), {"w": True, "base": False})
-    assert NAME in str(traced(tx, params, grads).jaxpr)
+    assert STEP in str(traced(tx, params, grads).jaxpr)
+
+
+def counting(dtype):
+    """A rule that counts its steps, as its authors like to."""
+    return optax.GradientTransformation(
+        lambda params: jnp.zeros((), dtype),
+        lambda grads, count, params=None: (grads, count + 1),
+    )
+
+
+@pytest.mark.parametrize("way", ["take_step", "update"])
+def test_an_integer_in_the_state_of_others_is_no_code(way):
+    for dtype in ("int16", "int8", "uint16"):
+        rule = optax.chain(optax.sgd(0.1), counting(dtype))
+        masters, rounded = optax_mp.mixed_precision, optax_mp.stochastic_rounding
+        for tx in (masters(rule), rounded(rule)):
+            jaxpr = traced(tx, way=way).jaxpr
+            assert STEP not in str(jaxpr)
+
+
+HIDING = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "masked": lambda tx: optax.masked(tx, {"w": True}),
+    "partition": lambda tx: optax.partition({"a": tx}, {"w": "a"}),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(rate=1.0),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_codes_are_found_in_whatever_hides_them(name):
+    """By take_step, and by the masters around: both then step leaf by leaf."""
+    low = optax_mp.low_bit_state(optax.adam(0.1), min_size=1)
+    tx = optax_mp.mixed_precision(HIDING[name](low))
+    for way in ("update", "take_step"):
+        jaxpr = traced(tx, way=way).jaxpr
+        (outer,) = [x for x in jaxpr.eqns if x.primitive.name == STEP]
+        assert STEP in str(outer.params["jaxpr"])  # its own update is one, too
 
 
 @needs_memories

@@ -1,6 +1,8 @@
 """On one CPU device large leaves are stepped in turn, in each other's memory."""
 
+import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +13,25 @@ from comparison import as_bits
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp._jax import _on_cpu
-from optax_mp._jax._by_platform import call_by_platform
+from optax_mp.engine import _in_turn
+from optax_mp.engine._by_platform import call_by_platform
 
 # The leaves of a transformer: stacked layers, axes that do not divide, a vector that
 # stays as it is, leaves that are alike, and one without elements.
 SHAPES = {
-    "kernel": (512, 512),
-    "twin": (512, 512),
-    "layers": (2, 200, 333),
-    "head": (130, 1031),
+    "kernel": (128, 128),
+    "twin": (128, 128),
+    "layers": (2, 50, 333),
+    "head": (33, 1031),
     "bias": (4099,),
-    "none": (0, 512),
+    "none": (0, 128),
 }
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Smaller leaves wait than otherwise."""
+    monkeypatch.setattr(_in_turn, "_LARGE", 2**13)
 
 
 def low_bit(inner, **settings):
@@ -104,7 +112,7 @@ def assert_next_to(got, want):
 @mostly_slow("form", FORMS, "AdamW".__eq__)
 def test_the_numbers_are_those_of_leaves_at_once(form, monkeypatch):
     in_turn = after_steps(FORMS[form]())
-    monkeypatch.setattr(_on_cpu, "_LARGE", 10**9)
+    monkeypatch.setattr(_in_turn, "_LARGE", 10**9)
     assert_next_to(in_turn, after_steps(FORMS[form]()))
 
 
@@ -116,8 +124,25 @@ def test_the_numbers_are_those_of_leaves_at_once(form, monkeypatch):
 def test_leaves_share_their_memory(form, monkeypatch):
     shapes = {f"layer {i}": (256, 512) for i in range(8)}
     in_turn = temporaries(FORMS[form](), shapes)
-    monkeypatch.setattr(_on_cpu, "_LARGE", 10**9)
+    monkeypatch.setattr(_in_turn, "_LARGE", 10**9)
     assert in_turn < temporaries(FORMS[form](), shapes) / 2
+
+
+def test_some_functions_are_not_inlined():
+    """Those that are marked, wherever a step calls them, and what leaves wait for."""
+    params = tree(0, 1, {name: SHAPES[name] for name in ("kernel", "twin")})
+    tx = optax_mp.dynamic_loss_scale(low_bit(optax.adam(1e-2)))
+    state = tx.init(params)
+    lines = jax.jit(tx.update).lower(params, state, params).as_text().splitlines()
+    calls = [re.match(r".* call @(.*?)(_\d+)?\(", x) for x in lines]
+    both = [(x[1], "inlineable" in x.string) for x in calls if x]
+    assert collections.Counter(name for name, is_apart in both if is_apart) == {
+        "_coded_with_shifts_outlined": 4,
+        "_rounding_keys_outlined": 1,
+        "advance_outlined": 2,
+        "false_once_done": 6,
+    }
+    assert ("decode", False) in both  # others are not marked
 
 
 def test_a_number_that_is_not_finite_stays_in_its_leaf():
@@ -142,7 +167,7 @@ def test_codes_of_which_a_number_is_made_come_first():
         scaled = [jnp.round(jnp.tanh(x * total) * 9).astype(jnp.int8) for x in leaves]
         return [*codes, *scaled]
 
-    leaves = [tree(i, 1, SHAPES)["kernel"] for i in range(3)]
+    leaves = [tree(i, 1, SHAPES)["head"] for i in range(3)]
     (call,) = jax.make_jaxpr(jax.jit(step))(*leaves).eqns
     run = lambda *x: call_by_platform(call, x, lambda _: None)  # noqa: E731
     assert as_bits(jax.jit(run)(*leaves)) == as_bits(jax.jit(step)(*leaves))
@@ -161,27 +186,5 @@ def test_several_devices_wait_for_nothing(form, monkeypatch):
         return compiled(tx, params)[0].as_text()
 
     with_turns = program()
-    monkeypatch.setattr(_on_cpu, "_LARGE", 10**9)
+    monkeypatch.setattr(_in_turn, "_LARGE", 10**9)
     assert with_turns.count("all-reduce") == program().count("all-reduce")
-
-
-@pytest.mark.slow
-def test_it_runs_in_a_scan_and_under_vmap():
-    tx = low_bit(optax.adamw(1e-2))
-    shapes = {name: SHAPES[name] for name in ("kernel", "twin", "bias")}
-    params = tree(0, 1, shapes)
-    start = params, jax.jit(tx.init)(params)
-
-    @jax.jit
-    def step(carry, grads):
-        return optax_mp.take_step(tx, grads, carry[1], carry[0])
-
-    grads = [tree(seed, 1, shapes) for seed in (1, 2)]
-    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
-    scan = jax.jit(lambda c, g: jax.lax.scan(lambda c, g: (step(c, g), None), c, g))
-    assert_next_to(scan(start, stacked)[0], functools.reduce(step, grads, start))
-
-    alike = jax.tree.map(lambda x: jnp.stack([x, x]), start)
-    got = jax.jit(jax.vmap(step))(alike, stacked)
-    for i, each in enumerate(grads):
-        assert_next_to(jax.tree.map(lambda x, i=i: x[i], got), step(start, each))

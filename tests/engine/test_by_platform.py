@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import optax_mp
-from optax_mp._jax import _by_platform
-from optax_mp._jax._by_platform import Target, run_by_platform
+from optax_mp.engine import _by_platform
+from optax_mp.engine._by_platform import Target, run_by_platform
 
 X = jnp.arange(4.0)
 
@@ -24,9 +24,9 @@ def cosine(target):
     return lambda values, *_: [jnp.cos(values[0])]
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
-def test_a_platform_of_its_own_has_another_program(platform):
-    assert ("stablehlo.cosine" in lowered(cosine, platform)) == (platform != "cpu")
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu", "rocm"])
+def test_a_platform_that_is_known_has_another_program(platform):
+    assert ("stablehlo.cosine" in lowered(cosine, platform)) == (platform != "rocm")
 
 
 def test_a_program_for_several_platforms_is_as_written():

@@ -4,13 +4,13 @@ import os
 from importlib import import_module
 from typing import Any
 
-from optax_mp._jax._by_platform import Target, explain
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._layout import Part
-from optax_mp.leafwise._tails import ElementwiseTail
+from optax_mp.engine._by_platform import Target, explain
+from optax_mp.engine._layout import Part
+from optax_mp.engine._tails import ElementwiseTail
 
 UNKNOWN_LAYOUT = "layout not known, or uneven"
-_MODULES = {"tpu": "optax_mp.leafwise._tpu", "cuda": "optax_mp.leafwise._gpu"}
+_MODULES = {"tpu": "optax_mp.engine._tpu", "cuda": "optax_mp.engine._gpu"}
 _SETTING = "OPTAX_MP_KERNELS"
 _OFF, _ON = ("0", "false", "off"), ("", "1", "true", "on")
 

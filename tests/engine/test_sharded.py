@@ -2,7 +2,6 @@
 
 import re
 import types
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from steps import by_take_step
 
 import optax_mp
 from optax_mp import _warnings
-from optax_mp.leafwise import _layout, _tpu
+from optax_mp.engine import _layout
 
 pytestmark = [
     pytest.mark.usefixtures("no_long_constant_folding"),
@@ -92,26 +91,6 @@ def test_where_nothing_is_known():
         assert not re.search("tpu_custom_call|triton", text)
 
 
-@pytest.mark.parametrize(
-    ("shape", "is_said"), [((4096, 4096), False), ((2, 256, 256), True)]
-)
-def test_zero1_warns_only_where_a_tpu_has_no_chunks(shape, is_said):
-    """`zero1` cuts the state itself: `param_shardings` would say nothing of it."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = optax_mp.zero1(compact(), mesh, "a")
-    whole = NamedSharding(mesh, PartitionSpec())
-    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)}
-    state = jax.eval_shape(tx.init, params)
-    placed = optax_mp.state_shardings(tx, params)
-    state = jax.tree.map(lambda x, s: x.update(sharding=s), state, placed)
-    traced = jax.jit(by_take_step(tx)).trace(params, state, params)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert is_said == any("explicit axes" in str(x.message) for x in warned)
-    assert is_said != ("stablehlo.while" in text)
-
-
 @pytest.mark.slow
 def test_where_arguments_say_it():
     tx = compact()
@@ -126,20 +105,6 @@ def test_where_arguments_say_it():
     assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
     report = optax_mp.step_report(tx, grads, args[1], params)
     assert {row.tpu for row in report.rows} == {"kernel, not proved here"}
-
-
-@pytest.mark.slow
-def test_where_arguments_say_it_and_no_kernel_can_be_made(monkeypatch):
-    def fail(*args):
-        raise ValueError("a new Pallas")
-
-    tx = compact()
-    params = jax.device_put(arrays(0), shardings(mesh_of("Auto")))
-    monkeypatch.setattr(_tpu, "run_tail", fail)
-    traced = jax.jit(by_take_step(tx)).trace(params, tx.init(params), params)
-    with pytest.warns(optax_mp.MixedPrecisionWarning, match="no Pallas kernel"):
-        text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert "tpu_custom_call" not in text
 
 
 @pytest.mark.slow

@@ -22,22 +22,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_mp._dtypes import bits
 from optax_mp._jax._block_operations import Blocks
-from optax_mp._jax._by_platform import Target, run_by_platform
+from optax_mp._jax._experimental import with_major_to_minor
 from optax_mp._jax._memory import (
     is_host_type,
     is_on_host,
     to_device,
     to_host,
 )
-from optax_mp.leafwise._evaluator import Evaluator
-from optax_mp.leafwise._kernels import are_on, kernels_for
-from optax_mp.leafwise._layout import Part, shape_in_blocks
-from optax_mp.leafwise._program import Value
-from optax_mp.leafwise._tails import ElementwiseTail
+from optax_mp.engine._by_platform import Target, run_by_platform
+from optax_mp.engine._evaluator import Evaluator
+from optax_mp.engine._kernels import are_on, kernels_for
+from optax_mp.engine._layout import Part, shape_in_blocks
+from optax_mp.engine._program import Value
+from optax_mp.engine._tails import ElementwiseTail
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
 # four times as many it does not.
@@ -260,9 +260,8 @@ def as_stored(x: jax.Array) -> jax.Array:
     order = list(range(x.ndim))
     if x.ndim > 1 and _padded(*x.shape[-2:]) > _padded(*x.shape[:-3:-1]):
         order[-2:] = reversed(order[-2:])
-    layout = Layout(tuple(order))
     return lax.platform_dependent(
-        x, tpu=lambda x: with_layout_constraint(x, layout), default=lambda x: x
+        x, tpu=lambda x: with_major_to_minor(x, tuple(order)), default=lambda x: x
     )
 
 

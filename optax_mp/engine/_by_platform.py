@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.extend.mlir import ir
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from optax_mp._jax._contact import sharding_of, widened_from
+from optax_mp._jax._control_flow import STEP
 from optax_mp._jax._jaxpr import Equation, bind
-from optax_mp._jax._on_cpu import NAME, run_on_cpu
+from optax_mp._jax._rules import Primitive, ad, batching, ir, mlir
 from optax_mp._warnings import warn_once
+from optax_mp.engine._lowered import sharding_of, widened_from
 
-# Platforms that may have their own implementation, as JAX names them.
+# Platforms that may have kernels, and all that may have another program, by JAX's name.
 PLATFORMS: tuple[str, ...] = ("tpu", "cuda")
+_ALL = *PLATFORMS, "cpu"
 
-_call = Primitive(NAME)
+_call = Primitive(STEP)
 _call.multiple_results = True
 
 
@@ -34,7 +33,7 @@ class Target:
     """The platform and devices for which a program is lowered.
 
     Attributes:
-        platform: one of `PLATFORMS`.
+        platform: one of `PLATFORMS`, or a CPU.
         device_count: on how many devices an array may be: 1 in a program for one
             device, and inside of `shard_map` over all axes of a mesh.
         is_within_shard_map: whether it is inside of `shard_map`, where types name axes
@@ -60,7 +59,7 @@ class Target:
         module, axes = context.module_context, context.module_context.axis_context
         platform, *others = module.platforms
         is_placed = context.jaxpr_eqn_ctx.compute_type is not None
-        if others or platform not in PLATFORMS or is_placed:
+        if others or platform not in _ALL or is_placed:
             return None
         is_whole = hasattr(axes, "num_devices")
         exported = module.lowering_parameters.for_export
@@ -150,16 +149,10 @@ def _jvp(primals: Any, tangents: Any, *, equation: Equation, **params: Any) -> A
 def _lower(
     context: Any, *inputs: Any, equation: Equation, rewrite: Rewrite, **params: Any
 ) -> Any:
-    def lower(run: Callable[..., list[Any]], **settings: Any) -> Any:
-        run = functools.partial(run, equation=equation, **settings)
-        return mlir.lower_fun(run, multiple_results=True)(context, *inputs)
-
     try:
         target = Target.of(context)
         if target and (function := rewrite(target)):
             return _lower_function(function, target, context, inputs)
-        if context.module_context.platforms == ("cpu",):
-            return lower(run_on_cpu, is_in_turn=_device_count(context) == 1)
     except Exception as error:
         warn_once(
             "optax_mp: a low-bit step could not be lowered leaf by leaf, and XLA "
@@ -168,7 +161,8 @@ def _lower(
             f"turns kernels off, and this warning. {explain(error)}"
         )
     # One equation: the jaxpr of the call is lowered as it is, without another trace.
-    return lower(_run)
+    run = functools.partial(_run, equation=equation)
+    return mlir.lower_fun(run, multiple_results=True)(context, *inputs)
 
 
 def explain(error: Exception) -> str:
@@ -180,16 +174,9 @@ def _lower_function(
     function: Function, target: Target, context: Any, inputs: Sequence[Any]
 ) -> Any:
     """Lower a function in the place of a call, or erase what was lowered and raise."""
-    wide = [(i, *found) for i, x in enumerate(inputs) if (found := widened_from(x))]
-    if target.platform == "tpu":  # no kernel there reads float16
-        wide = [found for found in wide if found[2] != "float16"]
+    wide = _widened(target, inputs)
     places, sources, dtypes = ([found[k] for found in wide] for k in range(3))
-    shardings: dict[int, NamedSharding] = {}
-    # Types say them, or they may be others.
-    is_typed = any(aval.sharding.mesh.explicit_axes for aval in context.avals_in)
-    is_other = is_typed or target.is_within_shard_map or target.is_exported
-    if target.device_count > 1 and not is_other:
-        shardings = {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
+    shardings = _shardings_of(target, context, inputs)
 
     def run(*values: Any) -> Any:
         count = len(inputs)
@@ -213,6 +200,28 @@ def _lower_function(
             if not _is_finished(made):
                 context.module_context.symbol_table.erase(made)
         raise
+
+
+def _widened(target: Target, inputs: Sequence[Any]) -> list[tuple[int, Any, Any]]:
+    """Return the inputs that were widened: their indices, and `widened_from`."""
+    if target.platform not in PLATFORMS:
+        return []
+    wide = [(i, *found) for i, x in enumerate(inputs) if (found := widened_from(x))]
+    if target.platform == "tpu":  # no kernel there reads float16
+        wide = [found for found in wide if found[2] != "float16"]
+    return wide
+
+
+def _shardings_of(
+    target: Target, context: Any, inputs: Sequence[Any]
+) -> dict[int, NamedSharding]:
+    """Return the shardings of inputs that are arguments of the program, by index."""
+    # Types say them, or they may be others.
+    is_typed = any(aval.sharding.mesh.explicit_axes for aval in context.avals_in)
+    is_other = is_typed or target.is_within_shard_map or target.is_exported
+    if target.device_count == 1 or is_other or target.platform not in PLATFORMS:
+        return {}
+    return {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
 
 
 def _is_finished(operation: Any) -> bool:

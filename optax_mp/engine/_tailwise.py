@@ -1,14 +1,13 @@
 """Take a step: trace it once, and run the tail of each leaf in the best way there is.
 
-A step is traced as one call of `jit`, which is one equation of the program. If the
-program is lowered for a TPU or a GPU, the call is cut: the equations before the
-elementwise tails of the leaves are lowered as written, and each tail is computed
+A step is traced as one call of `jit`, which is one equation of the program. When the
+program is lowered for a platform, another program takes the place of the call. On a
+CPU that takes one leaf after another (`_in_turn`). On a TPU or a GPU it computes the
+equations before the elementwise tails of the leaves as written, and each tail
 
 - by a kernel, if the platform has one for it and the layout of its arrays is known;
 - else chunk by chunk, if it is large and the platform is a TPU;
 - else as written.
-
-On other platforms the call is lowered as written.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,22 +19,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from optax_mp._context import may_hold_codes
 from optax_mp._jax._arrays import compiles, is_traced, mesh_in_type
-from optax_mp._jax._by_platform import (
-    NAME,
+from optax_mp._jax._contact import is_seen, is_traced_by_jit
+from optax_mp._jax._control_flow import STEP
+from optax_mp._jax._jaxpr import Equation, bind, evaluate
+from optax_mp._jax._memory import is_on_host
+from optax_mp._jax._traced import TracedCall
+from optax_mp._take_step import StepFn
+from optax_mp._warnings import warn_once
+from optax_mp.engine import _chunks, _kernels
+from optax_mp.engine._by_platform import (
     PLATFORMS,
+    Function,
     Target,
     call_by_platform,
 )
-from optax_mp._jax._contact import is_seen, is_traced_by_jit
-from optax_mp._jax._jaxpr import bind, evaluate
-from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._traced import TracedCall
-from optax_mp._quantized import holds_packed
-from optax_mp._warnings import warn_once
-from optax_mp.leafwise import _chunks, _kernels
-from optax_mp.leafwise._layout import Part, Shardings
-from optax_mp.leafwise._program import (
+from optax_mp.engine._in_turn import run_in_turn
+from optax_mp.engine._layout import Part, Shardings
+from optax_mp.engine._program import (
     Program,
     Value,
     backward_slice,
@@ -44,10 +46,9 @@ from optax_mp.leafwise._program import (
     structural_key,
     values_in,
 )
-from optax_mp.leafwise._proof import NOT_PROVED, PROVED, proof_of
-from optax_mp.leafwise._tails import NO_LOW_BITS, ElementwiseTail, cut
+from optax_mp.engine._proof import NOT_PROVED, PROVED, proof_of
+from optax_mp.engine._tails import NO_LOW_BITS, ElementwiseTail, split_tails
 
-Step = Callable[[Any, Any], tuple[Any, Any]]
 TRANSFORMED = "within `vmap` or `grad`"
 
 
@@ -64,7 +65,7 @@ class TracedStep:
     """A step, and its equations.
 
     Attributes:
-        traced: its jaxpr.
+        traced: its jaxpr, of one call of `jit`.
         kept: the last part of its argument, which the last part of its result replaces.
         known_shardings: of the leaves of `kept`, or of the first ones; None where they
             are not known.
@@ -75,8 +76,14 @@ class TracedStep:
     known_shardings: Sequence[NamedSharding | None] = ()
 
     @property
+    def call(self) -> Equation:
+        """The call of `jit`."""
+        (call,) = self.traced.closed.jaxpr.eqns
+        return call
+
+    @property
     def obstacle(self) -> str | None:
-        """Why the call is not cut, or None."""
+        """Why the call stays as it is on every platform, or None."""
         # An equation without a result, such as printing, would be lost.
         if any(map(is_seen, self.traced.closed.effects)):
             return "the update has effects"
@@ -100,7 +107,7 @@ class TracedStep:
         """The values that the call reads, and those that it returns."""
         # It may read the constants of the jaxpr as well, and does not return inputs.
         jaxpr: Any = self.traced.closed.jaxpr
-        (call,), program = jaxpr.eqns, self.program
+        call, program = self.call, self.program
         read = dict(zip(jaxpr.invars, program.inputs, strict=True))
         read.update(zip(jaxpr.constvars, program.constants, strict=False))
         made = dict(zip(map(id, jaxpr.outvars), program.outputs, strict=True))
@@ -122,7 +129,7 @@ class TracedStep:
     @cached_property
     def tails(self) -> list[ElementwiseTail]:
         """The elementwise tail of each leaf."""
-        return cut(self.program, self.replaced)
+        return split_tails(self.program, self.replaced)
 
     @cached_property
     def shardings(self) -> Shardings:
@@ -140,11 +147,10 @@ class TracedStep:
 
 
 def trace_step(
-    step: Step,
+    step: StepFn,
     inputs: Any,
     kept: Any,
     shardings: Sequence[NamedSharding | None] = (),
-    state: Any = None,
 ) -> "TracedStep | str":
     """Trace a step as one equation: a call of `jit`. Or say why it must run as written.
 
@@ -154,7 +160,7 @@ def trace_step(
     again. For the arguments see `run_step`.
     """
     leaves = jax.tree.leaves((inputs, kept))
-    if not holds_packed(kept if state is None else state):
+    if not may_hold_codes(kept):
         return NO_LOW_BITS
     if not any(map(is_traced, leaves)) or not compiles():
         return "not within `jit`"
@@ -166,23 +172,19 @@ def trace_step(
         return "JAX looks for leaked tracers"
     _kernels.are_on()  # an unknown word is an error here, and would be a warning later
     traced = TracedCall.of(
-        lambda both: step(*both), (inputs, kept), is_traced, jit_name=NAME
+        lambda both: step(*both), (inputs, kept), is_traced, jit_name=STEP
     )
     return TracedStep(traced, kept, shardings)
 
 
-Function = Callable[..., list[Any]]
-
-
 def run_step(
-    step: Step,
+    step: StepFn,
     inputs: Any,
     kept: Any,
     shardings: Sequence[NamedSharding | None] = (),
     platforms: Collection[str] = PLATFORMS,
-    state: Any = None,
 ) -> tuple[tuple[Any, Any], str | None]:
-    """Return `step(inputs, kept)`, and why it is not cut on any platform, or None.
+    """Return `step(inputs, kept)`, and why it runs as written everywhere, or None.
 
     Args:
         step: returns its result, and a tree that replaces `kept`.
@@ -190,10 +192,9 @@ def run_step(
         kept: a pytree. Its arrays can be overwritten, if they are donated.
         shardings: how the leaves of `kept` are sharded under `jit`; None if that is not
             known, and then sharded leaves have no kernel.
-        platforms: for which the step is cut; a step with branches is cut for all.
-        state: the part of `kept` that may hold codes; by default all of it.
+        platforms: whose kernels and chunks may run the tails; all, if it has branches.
     """
-    traced = trace_step(step, inputs, kept, shardings, state)
+    traced = trace_step(step, inputs, kept, shardings)
     if isinstance(traced, str):
         return step(inputs, kept), traced
     call, run = traced.traced, bind
@@ -204,34 +205,63 @@ def run_step(
     return call.unflatten(evaluate(call.closed, call.arrays, run)), traced.obstacle
 
 
+def update_leafwise(
+    update: Callable[..., tuple[Any, Any]],
+    updates: Any,
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+    shardings: Sequence[NamedSharding | None] = (),
+) -> tuple[Any, Any]:
+    """Return `update(updates, state, params, **extra_args)`, in one pass if that pays.
+
+    The new param is computed outside, in one more pass. So kernels pay on a TPU, where
+    XLA by itself passes over low-bit arrays several times; with branches; and with
+    shifts.
+    """
+    # A function among the arguments, as for a line search, may have side effects.
+    if any(map(callable, jax.tree.leaves(extra_args))):
+        return update(updates, state, params, **extra_args)
+
+    def step(inputs: Any, kept: Any) -> tuple[Any, Any]:
+        updates, params, extra_args = inputs
+        return update(updates, kept, params, **extra_args)
+
+    inputs = updates, params, extra_args
+    result, _ = run_step(step, inputs, state, shardings, platforms=("tpu",))
+    return result
+
+
 def _rewrite(
     traced: TracedStep, platforms: Collection[str], target: Target
 ) -> Function | None:
     """Return what computes a step on a target; None for the step as it is."""
+    if target.platform == "cpu":
+        return partial(run_in_turn, traced.call, target)
     # XLA writes whole arrays in float32 between a `cond` and the rest of a step, and
     # before it looks for the largest of columns.
     may_pay = target.platform in platforms or traced.program.has_branches
     may_pay |= any(tail.group_size > 1 for tail in traced.tails)
-    is_cut = may_pay and any(tail.obstacle is None for tail in traced.tails)
-    return CutStep(traced, target).run if is_cut else None
+    is_split = may_pay and any(tail.obstacle is None for tail in traced.tails)
+    return TailwiseStep(traced, target).run if is_split else None
 
 
 @dataclass(frozen=True)
-class CutStep:
-    """A step for a target.
+class TailwiseStep:
+    """A step for a target, tail by tail.
 
     Attributes:
         traced: the step.
         target: what it is lowered for.
         shared: what runs the tails that are alike, by their form.
-        ways: for the first output of each tail that was run, what `proof_of` its kernel
-            says, or why it has none.
+        decisions: for the first output of each tail that was run, what `proof_of` its
+            kernel says, or why it has none.
     """
 
     traced: TracedStep
     target: Target
-    shared: dict[Any, Function] = field(default_factory=dict)
-    ways: dict[Value, str] = field(default_factory=dict)
+    shared: dict[Any, Callable[..., list[Any]]] = field(default_factory=dict)
+    decisions: dict[Value, str] = field(default_factory=dict)
 
     def run(
         self,
@@ -250,25 +280,33 @@ class CutStep:
         others = [value for value in values_in(outputs) if value not in at_tails]
         read_by_tails = [value for tail in tails for value in tail.reads]
         run_nodes(backward_slice([*others, *read_by_tails]), values)
-        results = dict(values)
         # Kernels and chunks widen what they have read.
         as_stored = values | {reads[i]: x for i, x in widened_from.items()}
         known = traced.shardings or {reads[i]: x for i, x in shardings.items()}
+        results = dict(values)
         for tail in tails:
             args = [as_stored[value] for value in tail.reads]
-            # A kernel sees one device. Where the layout of sharded arrays is known,
-            # each device runs it on its own part, inside of a `shard_map` made here.
-            turns = self.target.platform == "tpu"
-            part = Part.of(tail, args, known, turns=turns)
-            made = self._by_kernel(tail, part, args)
-            made = made or self._by_chunks(tail, part, args)
+            made = self._run_tail(tail, args, known)
             if made is None:
-                self._warn_of_layout(tail)
                 local = dict(values)
                 run_nodes(tail.nodes, local)
                 made = [local[value] for value in tail.outputs]
             results.update(zip(tail.outputs, made, strict=True))
         return [read_output(results, value) for value in outputs]
+
+    def _run_tail(
+        self, tail: ElementwiseTail, args: Sequence[Any], known: Shardings
+    ) -> list[Any] | None:
+        """Return the outputs of a tail; None if it is to run as written."""
+        # A kernel sees one device. Where the layout of sharded arrays is known, each
+        # device runs it on its own part, inside of a `shard_map` made here.
+        is_tpu = self.target.platform == "tpu"
+        part = Part.of(tail, args, known, moves_block_axis_last=is_tpu)
+        made = self._by_kernel(tail, part, args)
+        made = made or self._by_chunks(tail, part, args)
+        if made is None:
+            self._warn_of_layout(tail)
+        return made
 
     def _by_kernel(
         self, tail: ElementwiseTail, part: Part, args: Sequence[Any]
@@ -287,17 +325,17 @@ class CutStep:
                 kernel = proof
             except Exception as error:
                 kernel = _kernels.warn_of(error)
-        self.ways[tail.outputs[0]] = kernel
+        self.decisions[tail.outputs[0]] = kernel
         return made
 
     def _warn_of_layout(self, tail: ElementwiseTail) -> None:
-        is_unknown = self.ways[tail.outputs[0]] == _kernels.UNKNOWN_LAYOUT
+        is_unknown = self.decisions[tail.outputs[0]] == _kernels.UNKNOWN_LAYOUT
         if is_unknown and not self.traced.shardings:
             warn_once(
-                "optax_mp: the sharding of low-bit arrays is not known, as in a loop, "
-                "`jit` within `jit` or `zero1`. The step runs without kernels, and "
-                "moves at least 1.4 times as many bytes on a TPU, 2.2 times on a GPU. "
-                "Use a mesh with explicit axes, or, except with `zero1`, pass "
+                "optax_mp: the sharding of low-bit arrays is not known, as in a loop "
+                "or `jit` within `jit`. The step runs without kernels, and moves at "
+                "least 1.4 times as many bytes on a TPU, 2.2 times on a GPU. Use a "
+                "mesh with explicit axes, or pass "
                 "`param_shardings=jax.tree.map(lambda p: p.sharding, params)` to "
                 "`optax_mp.take_step`, in place of `tx.update`."
             )
@@ -324,7 +362,11 @@ class CutStep:
         return self._run(tail, part, run_tail, args)
 
     def _run(
-        self, tail: ElementwiseTail, part: Part, run_tail: Function, args: Any
+        self,
+        tail: ElementwiseTail,
+        part: Part,
+        run_tail: Callable[..., list[Any]],
+        args: Any,
     ) -> list[Any]:
         """Return the outputs of a tail by `run_tail`, on each device for its part."""
         rank = len(part.shape)

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_mp._jax._by_platform import Target, explain
 from optax_mp._jax._jaxpr import ShapedArray
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._chunks import Chunk, run_tail
-from optax_mp.leafwise._layout import Part
-from optax_mp.leafwise._program import Program, Value
-from optax_mp.leafwise._tails import ElementwiseTail
+from optax_mp.engine._by_platform import Target, explain
+from optax_mp.engine._chunks import Chunk, run_tail
+from optax_mp.engine._layout import Part
+from optax_mp.engine._program import Program, Value, can_open
+from optax_mp.engine._tails import ElementwiseTail
 
 # At most so many rows, columns, and indices of other axes.
 _ROWS, _COLUMNS, _OTHERS = 128 + 33, 4096 + 512, 2
@@ -125,7 +125,7 @@ class _Zero(Value):
 def _exact(tail: ElementwiseTail) -> ElementwiseTail:
     """Return a tail that reads one zero more, with which all roundings are fixed."""
     zero = _Zero(ShapedArray((), jnp.int32))
-    program = Program([*tail.reads, zero])
+    program = Program([*tail.reads, zero], can_open)
     fixed: dict[Any, Any] = {}
 
     def fix(x: Any, shape: tuple[int, ...]) -> Any:

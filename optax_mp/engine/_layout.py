@@ -1,4 +1,4 @@
-"""The part of a leaf's arrays that each device has, where that is known."""
+"""Each device's shard of a leaf, where that is known."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import sharding_in_type
 from optax_mp._jax._sharding import axis_names
-from optax_mp._tree import spread_prefix
-from optax_mp.leafwise._program import Value
-from optax_mp.leafwise._tails import ElementwiseTail, axis_of_groups
+from optax_mp.engine._program import Value
+from optax_mp.engine._tails import ElementwiseTail, axis_of_groups
 
 Shardings = Mapping[Value, NamedSharding]
 
@@ -47,7 +46,7 @@ class Part:
         args: Sequence[Any],
         shardings: Shardings,
         *,
-        turns: bool = False,
+        moves_block_axis_last: bool = False,
     ) -> "Part":
         """Return the part of a tail's arrays that each device has.
 
@@ -55,7 +54,7 @@ class Part:
             tail: the tail.
             args: the values of what it reads.
             shardings: where they are known.
-            turns: whether to put the axis of the blocks last.
+            moves_block_axis_last: whether `shape` has the axis of the blocks last.
         """
         # From `param_shardings`, or the program, or types. All arrays of a leaf are
         # sharded alike, and scales like the elements. No block may lie on two devices.
@@ -70,7 +69,7 @@ class Part:
         is_known = len(specs) == 1 and _divides(candidates[0], tail)
         sharding = candidates[0] if is_known else None
         own = whole if sharding is None else sharding.shard_shape(whole)
-        axis = tail.axis if turns else len(whole) - 1
+        axis = tail.axis if moves_block_axis_last else len(whole) - 1
         sizes = tail.block_size, (0,) * len(whole), axis, tail.group_size
         return cls(whole, _put_last(own, axis), *sizes, sharding)
 
@@ -103,12 +102,12 @@ class Part:
     ) -> list[Any]:
         """Return the outputs of a tail, computed on each device for its own part."""
 
-        def run_turned(part: Part, args: Sequence[Any]) -> list[Any]:
+        def run_moved(part: Part, args: Sequence[Any]) -> list[Any]:
             moved = [jnp.moveaxis(x, self.axis, -1) if jnp.ndim(x) else x for x in args]
             return [jnp.moveaxis(x, -1, self.axis) for x in run_part(part, moved)]
 
         if self.sharding is None:
-            return run_turned(self, args)
+            return run_moved(self, args)
         spec = self.sharding.spec
         names = [axis_names(spec, i) for i in range(len(self.shape))]
         names = _put_last(names, self.axis)
@@ -120,7 +119,7 @@ class Part:
                 jax.lax.axis_index(name) * size if name else jnp.int32(0)
                 for name, size in zip(names, self.shape, strict=True)
             )
-            return tuple(run_turned(replace(self, origin=origin), args))
+            return tuple(run_moved(replace(self, origin=origin), args))
 
         def spec_of(x: Any) -> PartitionSpec:
             return spec if jnp.ndim(x) else PartitionSpec()
@@ -143,29 +142,6 @@ def shape_in_blocks(shape: tuple[int, ...], rows: int, columns: int) -> tuple[in
     """Return the shape of an array with an entry for each block of rows and columns."""
     *leading, height, width = 1, *shape
     return (*leading, -(-height // rows), -(-width // columns))[-len(shape) :]
-
-
-def spread_shardings(
-    params: Any, shardings: Any, caller: str
-) -> list[NamedSharding | None]:
-    """Return the sharding of each param, None where a mesh is not known.
-
-    Args:
-        params: the params.
-        shardings: a tree of shardings like these, a prefix of one, or None.
-        caller: the public function that the user called, for error messages.
-    """
-    if shardings is None:
-        return []
-    leaves = spread_prefix(params, shardings, f"{caller}: `param_shardings`")
-    for leaf in leaves:
-        if not isinstance(leaf, Sharding):
-            raise TypeError(
-                f"{caller}: expected `param_shardings` to hold shardings, such as a "
-                f"`jax.sharding.NamedSharding`, got {leaf!r}; pass "
-                "`jax.tree.map(lambda p: p.sharding, params)`."
-            )
-    return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]
 
 
 def _divides(sharding: NamedSharding, tail: ElementwiseTail) -> bool:

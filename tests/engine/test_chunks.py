@@ -5,12 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from comparison import as_bits
 from host_memory import needs_memories
 
-from optax_mp.leafwise._chunks import COUNT, first_chunk
-from optax_mp.leafwise._layout import Part
+import optax_mp
+from optax_mp.engine._chunks import COUNT, first_chunk
+from optax_mp.engine._layout import Part
 
 
 def part_of(shape, block_size=1):
@@ -53,7 +55,7 @@ def test_tiles_of_codes_are_tall_if_they_divide_the_rows(shape, are_tall, monkey
 @needs_memories
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_a_kernel_reads_rows_of_codes(dtype, monkeypatch):
-    from optax_mp.leafwise import _tpu
+    from optax_mp.engine import _tpu
 
     # The interpreter knows no host memory, and no writing through words.
     interpreted = functools.partial(_tpu.pl.pallas_call, interpret=True)
@@ -64,3 +66,18 @@ def test_a_kernel_reads_rows_of_codes(dtype, monkeypatch):
     assert as_bits(rows) == as_bits(codes[96:160])
     again = _tpu.from_words(_tpu.as_words(codes), dtype)
     assert as_bits(again) == as_bits(codes)
+
+
+def test_no_chunk_starts_where_an_int32_overflows():
+    """Without chunks, whose starts are int32: they would overlap, silently."""
+    inner = optax_mp.low_bit_state(optax.adam(1e-3))
+    tx = optax_mp.mixed_precision(inner, storage=optax_mp.Split(8))
+    step = jax.jit(lambda *args: optax_mp.take_step(tx, *args))
+    slices = []
+    for size in (2**25, 2**31 + 2**20):
+        params = {"w": jax.ShapeDtypeStruct((size,), jnp.bfloat16)}
+        traced = step.trace(params, tx.init(params), params)
+        program = traced.lower(lowering_platforms=("tpu",)).as_text()
+        slices.append(program.count("dynamic_slice"))
+    assert slices[0] > 0
+    assert slices[1] == 0

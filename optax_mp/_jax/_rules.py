@@ -1,0 +1,7 @@
+"""What JAX has to define an operation: its primitive, its rules, and its lowering."""
+
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["Primitive", "ad", "batching", "ir", "mlir"]

@@ -1,0 +1,73 @@
+"""Say what computes the step of each param, without a step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from optax_mp.engine._by_platform import PLATFORMS, Target, explain, kind_here
+from optax_mp.engine._tailwise import (
+    TRANSFORMED,
+    TailwiseStep,
+    TracedStep,
+    is_transformed,
+    trace_step,
+)
+
+
+def explain_step(
+    bind: Callable[..., tuple[Any, ...]],
+    arrays: tuple[Any, ...],
+    device_counts: Sequence[int],
+) -> list[tuple[str, ...]]:
+    """Return for each param what computes its step on a TPU, and on a GPU.
+
+    Args:
+        bind: returns the arguments of `run_step` from `arrays`, while these are traced.
+            The last part of what the step replaces are the params.
+        arrays: pytrees of arrays, or of descriptions of them.
+        device_counts: on how many devices each param is.
+    """
+    decisions: Any = TRANSFORMED
+
+    def trace(*arrays: Any) -> None:
+        nonlocal decisions
+        decisions = _decide(trace_step(*bind(*arrays)), device_counts)
+
+    if not is_transformed(jax.tree.leaves(arrays)):
+        jax.eval_shape(trace, *arrays)
+    if isinstance(decisions, str):  # why no param has a kernel
+        return [(decisions,) * len(PLATFORMS)] * len(device_counts)
+    return decisions
+
+
+def _decide(
+    traced: TracedStep | str, device_counts: Sequence[int]
+) -> list[tuple[str, ...]] | str:
+    """Return what computes each param, or why no param has a kernel."""
+    if isinstance(traced, str):
+        return traced
+    if traced.obstacle is not None:
+        return traced.obstacle
+    # The params are the last of the step's results.
+    outputs = traced.program.outputs
+    params = outputs[len(outputs) - len(device_counts) :]
+    count = max(device_counts, default=1)
+    targets = [Target(x, count, kind=kind_here(x)) for x in PLATFORMS]
+    on_each = [_decisions_on(traced, target) for target in targets]
+    rest = "not changed element by element"
+    return [tuple(x.get(param, rest) for x in on_each) for param in params]
+
+
+def _decisions_on(traced: TracedStep, target: Target) -> dict[Any, str]:
+    """Return for each output of a tail whether a kernel computes it, or why not."""
+    step, failed = TailwiseStep(traced, target), None
+    try:
+        step.run([traced.values[x] for x in traced.call_values[0]], {}, {})
+    except Exception as error:  # as while it is lowered, it runs as written then
+        failed = explain(error)
+    return {
+        output: failed or step.decisions[tail.outputs[0]]
+        for tail in traced.tails
+        for output in tail.outputs
+    }
