@@ -19,7 +19,7 @@ from optax_mp._tree import describe, in_float32, is_array, only_inexact, spell
 from optax_mp._warnings import count_event, warn
 from optax_mp.release._layers import is_released
 from optax_mp.release._scan import layer_at
-from optax_mp.scaling._state import LossScaleState, loss_scale_state
+from optax_mp.scaling._state import LossScaleState
 
 CALLER = "release_gradients"
 
@@ -32,8 +32,8 @@ def skips_steps(tx: Any, layers: Any) -> bool:
 
 def common_scale(opt_states: list[Any]) -> jax.Array | None:
     """Return the loss scale in the states of all stacks of layers; None without one."""
-    found = [loss_scale_state(plain(x), CALLER) for x in opt_states]
-    scales = [x.scale for x in found if x is not None]
+    found = [find_states(plain(x), LossScaleState) for x in opt_states]
+    scales = [state.scale for (_, state), *_ in filter(None, found)]
     if not scales:
         return None
     if len(scales) < len(found):
