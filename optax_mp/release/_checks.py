@@ -96,29 +96,27 @@ def check_optimizer(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> 
             "got `optax.MultiSteps`, which keeps all gradients; use a larger batch, "
             "with `jax.checkpoint` in the block, or take a separate step."
         )
-    _check_state(wanted, opt_state, "`opt_state`", "pass `jax.vmap(tx.init)(layers)`")
+    _check_state(wanted, opt_state, "`opt_state`")
     traced = _trace_update(tx, opt_state, layers)
-    remedy = (
-        "wrap `tx` in `mixed_precision` if a dtype changes, and take out what adds "
-        "arrays to its state, as `optax.monitor` does"
-    )
     before, after = jax.eval_shape(lambda: layer_at(opt_state, 0)), traced[1][1]
-    _check_state(before, after, "the state after `tx.update`", remedy)
+    _check_state(before, after, "what `tx.update` returns")
     if not by_layer:
         _check_leafwise(tx, traced, layers)
 
 
-def _check_state(wanted: Any, given: Any, name: str, remedy: str) -> None:
+def _check_state(wanted: Any, given: Any, name: str) -> None:
     """Raise unless a state has arrays of the wanted shapes and dtypes."""
     leaves, others = map(tree_leaves_with_path, (wanted, given))
-    facts = [(f"to have {len(leaves)} arrays", str(len(leaves)), str(len(others)))]
+    facts = [("its number of arrays", str(len(leaves)), str(len(others)))]
     for (path, want), (_, x) in zip(leaves, others, strict=False):
-        wants = describe(want)
-        facts.append((f"at {spell(path)} to be {wants}", wants, describe(x)))
-    for expected, want, got in facts:
+        facts.append((spell(path), describe(want), describe(x)))
+    for what, want, got in facts:
         if got != want:
             raise ValueError(
-                f"{CALLER}: expected {name} {expected}, got {got}; {remedy}."
+                f"{CALLER}: expected {name} to be a state that the loop can carry, "
+                f"with {want} as {what}, got {got}; pass `jax.vmap(tx.init)(layers)`, "
+                "wrap `tx` in `mixed_precision` if its update changes a dtype, and take"
+                " out what adds arrays to the state, as `optax.monitor` does."
             )
 
 

@@ -15,7 +15,6 @@ from optax_mp._jax._traced import TracedCall
 from optax_mp._tree import in_float32, is_array, summarize
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.release._checks import (
-    CALLER,
     check_layers,
     check_optimizer,
     check_scans,
@@ -36,6 +35,7 @@ from optax_mp.scaling._gradients import differentiate
 from optax_mp.scaling._rule import check_number
 
 Loss = Callable[..., Any]
+_CALLER = "release_gradients"
 
 
 def release_gradients(
@@ -62,8 +62,14 @@ def release_gradients(
     Each layer has a state of its own: `opt_state = jax.vmap(tx.init)(layers)`. It may
     be in host memory, and is then copied layer by layer:
     `jax.vmap(optax_mp.offload(tx).init)(layers)`. Optimizers that need the gradients of
-    all layers, such as `optax.clip_by_global_norm`, are found in a trace of
-    `tx.update`, and refused.
+    all layers are found in a trace of `tx.update`, and refused.
+
+    `max_norm`, and a `tx` that skips steps that are not finite (a loss scale,
+    `optax.apply_if_finite`), take 1.6 times the operations of a step, because the
+    gradients are computed twice: the first pass measures and frees them, the second
+    takes the steps. A step is then skipped by all layers or by none. The gradients of
+    `rest` are clipped, or NaN in a skipped step, and still scaled: step `rest` with the
+    same optimizer.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`. It
@@ -72,10 +78,8 @@ def release_gradients(
             layers a tree of optimizers, such as a dict; `layers`, `opt_state` and
             `param_shardings` have one subtree for each, and `fun` scans each of these.
         has_aux: whether `fun` also returns auxiliary data.
-        max_norm: clip gradients so that the norm of all of them, of all layers and
-            `rest`, is at most this number, as `optax.clip_by_global_norm` does. `tx`
-            must not clip. The returned gradients of `rest` are clipped as well. The
-            gradients are computed twice: about 1.6 times the operations of a step.
+        max_norm: clip by the norm of all gradients, of all layers and `rest`, as
+            `optax.clip_by_global_norm(max_norm)` does. `tx` must not clip as well.
         by_layer: whether `tx` may compute something over all arrays of a layer, such as
             a norm. It then does so for each layer.
         param_shardings: how `layers` are sharded under `jit`, a tree of shardings like
@@ -86,7 +90,8 @@ def release_gradients(
         The function. With `has_aux` its value is (loss, aux).
 
     Raises:
-        TypeError: if `tx` is no optimizer.
+        TypeError: if `tx` is no optimizer; when called, if the loss reads the layers
+            without `scan_layers`.
         ValueError: when called, if `tx` needs the gradients of all layers; if it
             changes the dtype of its state; if `opt_state` is not stacked as the layers
             are; if the layers are not scanned exactly once, or the loss does not depend
@@ -114,12 +119,12 @@ def release_gradients(
     """
     if not callable(fun):
         raise TypeError(
-            f"{CALLER}: expected `fun` to be a function, got {summarize(fun)}; call "
+            f"{_CALLER}: expected `fun` to be a function, got {summarize(fun)}; call "
             "it as `release_gradients(loss, tx)`."
         )
     if max_norm is not None and not is_array(max_norm):
         check_number(
-            f"{CALLER}: `max_norm`", max_norm, "a positive number", lambda x: x > 0
+            f"{_CALLER}: `max_norm`", max_norm, "a positive number", lambda x: x > 0
         )
     txs, treedef = _optimizers(tx)
 
@@ -134,7 +139,7 @@ def release_gradients(
         def gradients(released: Any) -> Any:
             given, loss = (released, *args), _checked(fun)
             value, (stepped, grads) = differentiate(
-                loss, (0, 1), has_aux, scale, given, kwargs, CALLER
+                loss, (0, 1), has_aux, scale, given, kwargs, _CALLER
             )
             check_stepped(released)
             return value, stepped, in_float32(grads)
@@ -165,11 +170,11 @@ def _optimizers(tx: Any) -> tuple[list[Any], Any]:
     txs, treedef = jax.tree.flatten(tx, is_leaf=lambda x: isinstance(x, kinds))
     if not txs:
         raise TypeError(
-            f"{CALLER}: expected `tx` to be an optax gradient transformation, or a "
+            f"{_CALLER}: expected `tx` to be an optax gradient transformation, or a "
             f"tree with one for each stack of layers, got {tx!r}; pass an optimizer, "
             "such as `optax.adamw(1e-3)`."
         )
-    return [as_transformation(x, CALLER, "tx") for x in txs], treedef
+    return [as_transformation(x, _CALLER, "tx") for x in txs], treedef
 
 
 def _by_optimizer(treedef: Any, *trees: Any) -> list[Any]:
@@ -179,7 +184,7 @@ def _by_optimizer(treedef: Any, *trees: Any) -> list[Any]:
         return [nothing if x is None else treedef.flatten_up_to(x) for x in trees]
     except ValueError as error:
         raise ValueError(
-            f"{CALLER}: expected `opt_state` and `layers` to be trees with a part for "
+            f"{_CALLER}: expected `opt_state` and `layers` to be trees with a part for "
             f"each of the {len(nothing)} optimizers of `tx`, each of which steps a "
             "stack of layers, got others; for several optimizers in one stack pass "
             f"`optax.partition` of them as `tx`. JAX says: {error}"
@@ -200,7 +205,7 @@ def _of_layer(layers: Any, shardings: Any) -> Any:
     """Return the sharding of the arrays of one layer, or None if it is not known."""
     if shardings is None:
         return None
-    spread = spread_shardings(layers, shardings, CALLER)
+    spread = spread_shardings(layers, shardings, _CALLER)
     return jax.tree.unflatten(
         jax.tree.structure(layers),
         [x and NamedSharding(x.mesh, PartitionSpec(*x.spec[1:])) for x in spread],
