@@ -183,13 +183,14 @@ OTHERS = {
 }
 
 
-@mostly_slow("name", OTHERS, "block RMS, injected".__eq__)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
 def test_parts_of_optimizers_take_the_separate_step(name):
     check(OTHERS[name])
 
 
 def test_a_norm_of_each_layer_is_an_explicit_choice():
-    check(optax.chain(CLIP, optax.sgd(0.1)), by_layer=True)
+    check(optax.chain(CLIP, OTHERS["block RMS, injected"]), by_layer=True)
 
 
 # What else a model has
@@ -231,46 +232,26 @@ def in_reverse(layers, rest, x):
     return jnp.mean(x**2) * rest["gain"]
 
 
-def within_jit_and_checkpoint(layers, rest, x):
-    """Tied layers. The block closes over a trace that ends before the backward pass."""
-
-    @jax.jit
-    @jax.checkpoint
-    def body(layers, rest, x):
-        order, kept = jnp.argsort(x[:, 0]), x > 0
-
-        def block(x, ws):
-            y = dense(dense(x[order], ws["mlp"]), ws["attention"])
-            return jnp.where(kept, y, x) * rest["gain"], None
-
-        tied = {"attention": layers, "mlp": layers}
-        return jnp.mean(SCAN(block, x @ rest["in"], tied)[0] ** 2)
-
-    return body(layers, rest, x)
-
-
-@mostly_slow(
-    "fun",
-    [
-        with_slices_of_rest,
-        with_a_mixed_carry,
-        with_a_policy,
-        in_reverse,
-        within_jit_and_checkpoint,
-    ],
-    {within_jit_and_checkpoint}.__contains__,
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fun", [with_slices_of_rest, with_a_mixed_carry, with_a_policy, in_reverse]
 )
 def test_models_take_the_separate_step(fun):
-    # XLA may contract the sum of two gradients with the products that they are of.
-    check(optax.adam(1e-2), fun, exact=fun is not within_jit_and_checkpoint)
+    check(optax.adam(1e-2), fun)
 
 
 EXPERTS, LENGTH = 2, 5
 POSITIONS = np.arange(LENGTH)  # captured from outside of the loss
 
 
+@jax.jit
+@jax.checkpoint
 def decoder(layers, rest, x):
-    """A causal decoder: rotary positions, padding, dropout, and one expert a token."""
+    """A causal decoder: rotary positions, padding, dropout, and one expert a token.
+
+    The block closes over a trace that ends before the backward pass. Its layers are
+    tied: attention and experts read the same.
+    """
     tokens, key = jnp.argmax(x, -1), jax.random.key(3)
     is_word = tokens != 0
     mask = (POSITIONS[:, None] >= POSITIONS) & is_word
@@ -285,17 +266,19 @@ def decoder(layers, rest, x):
     @jax.checkpoint
     def block(carry, inputs):
         x, used = carry
-        w, depth = inputs
+        tied, depth = inputs
+        w, experts = tied["attention"], tied["mlp"]["experts"]
         q, k = rotated(x @ w["kernel"]), rotated(x + w["bias"])
         scores = jnp.where(mask, q @ k.T, -1e9)
         x = x + rest["gain"] * jax.nn.softmax(scores) @ x
         expert = jnp.argmax(x @ rest["in"][:, :EXPERTS], -1)
-        x = x + jnp.einsum("td,tde->te", x, w["experts"][expert])
+        x = x + jnp.einsum("td,tde->te", x @ tied["mlp"]["kernel"], experts[expert])
         kept = jax.random.bernoulli(jax.random.fold_in(key, depth), 0.8, x.shape)
         return (jnp.where(kept, x, 0), used.at[expert].add(1)), expert
 
     carry = rest["in"][tokens], jnp.zeros(EXPERTS, jnp.int32)
-    (x, used), chosen = SCAN(block, carry, (layers, jnp.arange(LAYERS)))
+    tied = {"attention": layers, "mlp": layers}
+    (x, used), chosen = SCAN(block, carry, (tied, jnp.arange(LAYERS)))
     return jnp.mean(jnp.where(is_word[:, None], x, 0) ** 2), (used, chosen)
 
 
@@ -435,17 +418,23 @@ SKIPPING = {
     "float16": lambda tx: optax_mp.dynamic_loss_scale(
         optax_mp.mixed_precision(tx), init_scale=2.0**20
     ),
-    "float32": lambda tx: optax.apply_if_finite(tx, 5),
+    "float32": lambda tx: optax_mp.dynamic_loss_scale(tx, init_scale=2.0**20),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
 }
 
 
-@mostly_slow("dtype", SKIPPING, "float16".__eq__)
-def test_a_nan_in_one_layer_skips_the_step_of_all(dtype):
+@mostly_slow("name", SKIPPING, "float32".__eq__)
+def test_a_nan_in_one_layer_skips_the_step_of_all(name):
     """The wrapped optimizer takes the same steps on all arrays at once, and clips."""
-    wrap, sgd = SKIPPING[dtype], optax.sgd(0.1, momentum=0.9)
+    dtype = "float16" if name == "float16" else "float32"
+    wrap, sgd = SKIPPING[name], optax.sgd(0.1, momentum=0.9)
     tx, whole = wrap(sgd), wrap(optax.chain(optax.clip_by_global_norm(1.0), sgd))
-    release = jax.jit(optax_mp.release_gradients(with_a_bad_layer, tx, max_norm=1.0))
-    take = jax.jit(functools.partial(optax_mp.take_step, tx))
+
+    @jax.jit
+    def release(state, layers, rest_and_state, inputs):
+        step = optax_mp.release_gradients(with_a_bad_layer, tx, max_norm=1.0)
+        _, grads, *new = step(state, layers, rest_and_state[0], inputs)
+        return new, optax_mp.take_step(tx, grads, *rest_and_state[::-1])
 
     @jax.jit
     def separate(state, params, inputs):
@@ -458,8 +447,9 @@ def test_a_nan_in_one_layer_skips_the_step_of_all(dtype):
     state, of_rest = jax.vmap(tx.init)(layers), tx.init(rest)
     for x, bad in zip(batches(6).astype(dtype), [-1, -1, -1, -1, 2, -1], strict=True):
         before, inputs = (layers, rest), (x, jnp.arange(LAYERS) == bad)
-        _, grads, layers, state = release(state, layers, rest, inputs)
-        rest, of_rest = take(grads, of_rest, rest)
+        (layers, state), (rest, of_rest) = release(
+            state, layers, (rest, of_rest), inputs
+        )
         params, other = separate(other, params, inputs)
         pairs = zip(*map(jax.tree.leaves, (before, (layers, rest))), strict=True)
         same = {np.array_equal(a, b) for a, b in pairs}
@@ -492,7 +482,7 @@ FORMS = {
 @mostly_slow(
     ("form", "max_norm"),
     [(form, max_norm) for form in FORMS for max_norm in (None, 0.1)],
-    lambda form, max_norm: form == "compact" and max_norm,
+    lambda form, max_norm: form == "masters" and max_norm,
 )
 def test_low_precision_forms_train_as_separately(form, max_norm):
     """Within one rounding; later XLA contracts sums of 16-bit gradients otherwise."""
@@ -549,7 +539,8 @@ def wide(mesh):
     return layers, rest, jax.device_put(x, NamedSharding(mesh, P("data")))
 
 
-def test_sharded_layers_send_what_a_separate_step_sends(mesh):
+@mostly_slow("knows_shardings", [False, True], {True}.__contains__)
+def test_sharded_layers_send_what_a_separate_step_sends(mesh, knows_shardings):
     layers, rest, x = wide(mesh)
     tx = optax.sgd(0.1, momentum=0.9)
     of_layers = jax.tree.map(lambda x: x.sharding, layers)
@@ -557,16 +548,16 @@ def test_sharded_layers_send_what_a_separate_step_sends(mesh):
     of_state = optax_mp.state_shardings(stacked, layers, of_layers)
     opt_state = jax.jit(stacked.init, out_shardings=of_state)(layers)
     results, counts = [], []
-    release = functools.partial(optax_mp.release_gradients, loss, tx)
-    known = release(param_shardings=of_layers)
-    for step in (separately(loss, tx, in_turn=False), release(), known):
+    known = of_layers if knows_shardings else None
+    release = optax_mp.release_gradients(loss, tx, param_shardings=known)
+    for step in (release, separately(loss, tx, in_turn=False)):
         jitted = jax.jit(step, out_shardings=(None, None, of_layers, of_state))
         compiled = jitted.lower(opt_state, layers, rest, x).compile()
         results.append(compiled(opt_state, layers, rest, x))
         counts.append(len(large(sent_by(compiled))))
-        assert counts[-1] <= counts[0]
-        assert_same(results[-1], results[0], exact=False)
-    assert_moved(results[-1][2], layers)
+    assert counts[0] <= counts[1]
+    assert_same(*results, exact=False)
+    assert_moved(results[0][2], layers)
 
 
 def test_ranks_of_shard_map_share_their_gradients(mesh):
