@@ -60,7 +60,7 @@ release/_release.py | value, times(grads, factor), layers | value, grads, layers
 release/_layers.py | grads = times(grads, factor) | grads = times(grads, None) | release/test_release.py
 release/_layers.py | return x.astype(jnp.float32) | return jnp.ones(x.shape) | release/test_release.py
 release/_scan.py | if not all(a is b for a, b in pairs): | if False: | release/test_release.py
-release/_scan.py | "reverse": not loop.settings["reverse"] | "reverse": loop.settings["reverse"] | release/test_release.py
+release/_scan.py | "reverse": not self.settings["reverse"] | "reverse": self.settings["reverse"] | release/test_release.py
 release/_checks.py | if len(scales) < len(found): | if False: | release/test_release.py
 compact/_blocks.py | distance = lax.add(lax.mul(below, _TWO), _ONE) | distance = lax.mul(below, _TWO) | compact/test_blocks.py compact/test_low_bit.py
 compact/_blocks.py | np.int32(0xFFFF)) | np.int32(0)) | compact/test_blocks.py

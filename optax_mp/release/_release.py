@@ -117,16 +117,7 @@ def release_gradients(
         >>> float(value), layers.shape, bool((layers != 0).all())
         (1.0, (4, 3, 3), True)
     """
-    if not callable(fun):
-        raise TypeError(
-            f"{_CALLER}: expected `fun` to be a function, got {summarize(fun)}; call "
-            "it as `release_gradients(loss, tx)`."
-        )
-    if max_norm is not None and not is_array(max_norm):
-        check_number(
-            f"{_CALLER}: `max_norm`", max_norm, "a positive number", lambda x: x > 0
-        )
-    txs, treedef = _optimizers(tx)
+    txs, treedef = _check_arguments(fun, tx, max_norm)
 
     def run(opt_state: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
         trees = _by_optimizer(treedef, opt_state, layers, param_shardings)
@@ -164,8 +155,17 @@ def release_gradients(
     return run
 
 
-def _optimizers(tx: Any) -> tuple[list[Any], Any]:
-    """Return the optimizers in a tree, and its structure; raise if there are none."""
+def _check_arguments(fun: Any, tx: Any, max_norm: Any) -> tuple[list[Any], Any]:
+    """Return the optimizers in a tree, and its structure, or raise."""
+    if not callable(fun):
+        raise TypeError(
+            f"{_CALLER}: expected `fun` to be a function, got {summarize(fun)}; call "
+            "it as `release_gradients(loss, tx)`."
+        )
+    if max_norm is not None and not is_array(max_norm):
+        check_number(
+            f"{_CALLER}: `max_norm`", max_norm, "a positive number", lambda x: x > 0
+        )
     kinds = optax.GradientTransformation | optax.MultiSteps
     txs, treedef = jax.tree.flatten(tx, is_leaf=lambda x: isinstance(x, kinds))
     if not txs:

@@ -90,7 +90,9 @@ def scan_layers(
     loop_block, consts = _with_closed_over(of_slices, first)
     _refuse_vmap((carry, others, consts))
     loop = _Loop(loop_block, settings)
-    return _stepping_scan(loop)(released, carry, others, consts)
+    scan = jax.custom_vjp(lambda *args: loop.forward(*args)[0])
+    scan.defvjp(loop.forward, loop.backward)
+    return scan(released, carry, others, consts)
 
 
 def _each_once(leaves: list[Any]) -> list[ReleasedLayers]:
@@ -195,27 +197,21 @@ class _Loop:
         )
         return only_inexact(self.vjp_def.unflatten(needed)(filled))
 
-
-def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
-    """Return the scan of released layers, a carry, other arrays and constants."""
-
-    @jax.custom_vjp
-    def scan(*args: Any) -> Any:
-        return scan_fwd(*args)[0]
-
-    def scan_fwd(released: Any, carry: Any, others: Any, consts: Any) -> Any:
+    def forward(self, released: Any, carry: Any, others: Any, consts: Any) -> Any:
+        """Return the results of the scan, and what its derivatives need."""
         stacks = [x.stack for x in released]
 
         def body(carry: Any, slices: Any) -> Any:
             layers, others = slices
             weights = list(map(ReleasedStack.in_rows, stacks, layers))
-            return loop.saving(carry, weights, others, *consts)
+            return self.saving(carry, weights, others, *consts)
 
         layers = [x.layers for x in released]
-        carry, (ys, saved) = lax.scan(body, carry, (layers, others), **loop.settings)
+        carry, (ys, saved) = lax.scan(body, carry, (layers, others), **self.settings)
         return (carry, ys), (released, saved, others, consts)
 
-    def scan_bwd(kept: Any, cotangents: Any) -> Any:
+    def backward(self, kept: Any, cotangents: Any) -> Any:
+        """Return the layers after their steps, and the gradients of all else."""
         released, saved, others, consts = kept
         stacks, factors = [x.stack for x in released], [x.factor for x in released]
         after, of_outputs = only_inexact(cotangents)
@@ -227,7 +223,7 @@ def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
             now = [y if x is None else x for x, y in zip(layers, old, strict=True)]
             weights, own_states = layer_at((now, states), i)
             used = list(map(ReleasedStack.in_rows, stacks, weights))
-            before, grads, of_others, *of_consts = loop.block_vjp(
+            before, grads, of_others, *of_consts = self.block_vjp(
                 saved, (used, others, *consts), (after, of_outputs)
             )
             stepped = map(
@@ -246,7 +242,7 @@ def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
         count = len(jax.tree.leaves(old)[0])
         totals = jax.tree.map(jnp.zeros_like, only_inexact(consts))
         # The first layer that the block passed comes last.
-        backward = loop.settings | {"reverse": not loop.settings["reverse"]}
+        backward = self.settings | {"reverse": not self.settings["reverse"]}
         (before, totals, layers, states), of_others = lax.scan(
             body,
             (after, totals, layers, states),
@@ -258,6 +254,3 @@ def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
         # To JAX, these are the gradients of `released`.
         floats = as_floats(layers), as_floats(states), [None] * len(stacks), stacks
         return list(map(ReleasedLayers, *floats)), before, of_others, totals
-
-    scan.defvjp(scan_fwd, scan_bwd)
-    return scan
