@@ -829,5 +829,5 @@ def test_the_gradients_of_all_layers_never_exist():
     assert len(shares) == 12
     for (target, _, way), share in shares.items():
         # On a GPU, XLA writes some float32 arrays of the size of a layer, one of 16.
-        most = 0.1 if target == "v5e" else 0.6
+        most = 0.11 if target == "v5e" else 0.6
         assert (share > 0.9) if way == "separate" else (share < most)
