@@ -61,6 +61,14 @@ engine/_proof.py | if is_wrong.any(): | if is_wrong.all(): | engine/test_proof.p
 engine/_gpu.py | at = at if not axis else lax.rem(at, jnp.int32(shape[axis])) | at = at + axis | engine/test_proof.py engine/test_take_step.py
 engine/_kernels.py | ("TPU v2", "TPU v3") | ("TPU v2",) | engine/test_kernels.py
 engine/_from_host.py | lax.fori_loop(jnp.int32(0), self.rounds, body, starts) | lax.fori_loop(jnp.int32(0), jnp.int32(1), body, starts) | devices/test_offload.py devices/test_host_state.py
+release/_release.py | jnp.where(skips & is_bad, jnp.nan, factor) | factor + 0.0 * is_bad | release/test_release.py
+release/_release.py | measure(times(grads, factor))) | jnp.zeros(2)) | release/test_release.py
+release/_release.py | value, times(grads, factor), layers | value, grads, layers | release/test_release.py
+release/_layers.py | grads = times(grads, factor) | grads = times(grads, None) | release/test_release.py
+release/_layers.py | return x.astype(jnp.float32) | return jnp.ones(x.shape) | release/test_release.py
+release/_scan.py | if not all(a is b for a, b in pairs): | if False: | release/test_release.py
+release/_scan.py | "reverse": not self.settings["reverse"] | "reverse": self.settings["reverse"] | release/test_release.py
+release/_checks.py | if len(scales) < len(found): | if False: | release/test_release.py
 compact/_blocks.py | distance = lax.add(lax.mul(below, _TWO), _ONE) | distance = lax.mul(below, _TWO) | compact/test_blocks.py compact/test_low_bit.py
 compact/_blocks.py | np.int32(0xFFFF)) | np.int32(0)) | compact/test_blocks.py
 compact/_blocks.py | if size < _GOOD_ROWS: | if False: | compact/test_blocks.py

@@ -220,6 +220,7 @@ class Form:
         way: "tx.update", "take_step", "by hand" or "release".
         amp: the dtype in which `amp` computes the loss, if it does.
         rules: its rules beside the default ones.
+        max_norm: what `release_gradients` clips by, if it does.
         sums: what sums gradients over micro-batches: "scan" is a loop by hand, in
             float32; "optax" the accumulator of optax; "refs" a scan whose backward pass
             adds in place; else the dtype of `gradient_accumulator`.
@@ -231,6 +232,7 @@ class Form:
     way: str = "tx.update"
     amp: str | None = None
     rules: dict[str, str] = field(default_factory=dict)
+    max_norm: float | None = None
     sums: str = "scan"
 
 
@@ -269,6 +271,11 @@ FORMS |= {
         "5.1 bytes": lambda: forms.compact(adamw(is_clipped=False)),
     }.items()
     for way in ("take_step", "release")
+}
+# Clipped in two passes; to be compared with "unclipped, release" and with "take_step".
+FORMS |= {
+    f"{name}, release": replace(FORMS[f"{name} unclipped, release"], max_norm=1.0)
+    for name in ("masters", "5.1 bytes")
 }
 # To be compared with "masters, tx.update", all with `--micro 8`.
 FORMS |= {
@@ -417,7 +424,7 @@ def prepare(
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         if form.way == "release":
-            return released(form.make(), fun, params, state, tokens, shardings)
+            return released(form, fun, params, state, tokens, shardings)
         value, grads = gradients(state, params, tokens)
         if form.way == "take_step":
             pair = optax_mp.take_step(tx, grads, state, params,
@@ -465,7 +472,7 @@ def shardings_of_released(
 
 
 def released(
-    tx: optax.GradientTransformation,
+    form: Form,
     fun: Callable[..., Any],
     params: Any,
     state: Any,
@@ -474,10 +481,11 @@ def released(
 ) -> Any:
     """Return what a step does whose backward pass takes the steps of layers."""
     of_layers, of_rest = state
-    rest = params | {"layers": None}
+    rest, tx = params | {"layers": None}, form.make()
     value, grads, layers, of_layers = optax_mp.release_gradients(
         lambda layers, rest, tokens: fun(rest | {"layers": layers}, tokens),
         tx,
+        max_norm=form.max_norm,
         param_shardings=shardings["layers"],
     )(of_layers, params["layers"], rest, tokens)
     rest, of_rest = optax_mp.take_step(

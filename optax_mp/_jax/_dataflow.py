@@ -8,7 +8,7 @@ An `Origin` says which groups of inputs a value is computed from, and what joine
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from optax_mp._jax._control_flow import (
@@ -102,16 +102,25 @@ class Origin(NamedTuple):
         return Origin(groups, joined_in)
 
 
-def origins(jaxpr: AnyJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of the outputs of `jaxpr`, given its inputs' origins."""
+def origins(
+    jaxpr: AnyJaxpr, inputs: Sequence[Origin], known: Collection[str] = ()
+) -> list[Origin]:
+    """Return the origins of the outputs of `jaxpr`, given its inputs' origins.
+
+    Results of primitives with a name in `known` count as constants.
+    """
 
     def results(equation: Equation, inputs: list[Origin]) -> list[Origin]:
         if equation.primitive.name in HANDS_ON:
             return inputs
+        if equation.primitive.name in known:
+            return [Origin()] * len(equation.outvars)
         if not (has_regions(equation) and any(x.groups for x in inputs)):
             return [Origin.join(inputs, equation)] * len(equation.outvars)
         found = wiring_of(equation).forward(
-            inputs, lambda region, values: origins(region.jaxpr, values), Origin.join
+            inputs,
+            lambda region, values: origins(region.jaxpr, values, known),
+            Origin.join,
         )
         return [Origin.join([x, *found.decisions], equation) for x in found.outputs]
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,10 +11,16 @@ from jax import lax
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._contact import is_traced_by_jit
-from optax_mp._jax._experimental import with_major_to_minor
+from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import bring, put_beside
-from optax_mp._take_step import take_step
-from optax_mp._tree import in_float32, is_inexact, is_key, only_inexact
+from optax_mp._jax._traced import TracedCall
+from optax_mp._tree import only_inexact
+from optax_mp.release._layers import (
+    ReleasedLayers,
+    ReleasedStack,
+    as_floats,
+    is_released,
+)
 
 
 def scan_layers(
@@ -34,12 +39,13 @@ def scan_layers(
 
     Args:
         block: from the carry and a slice of `xs` to the new carry and an output. It
-            may close over other params. Put here what changes the weights or the
-            computation of a layer: casts, `jax.checkpoint`, `optax_mp.amp`, and
-            `jax.vmap` over examples.
+            may close over other params, and over any array: masks, positions, keys. Put
+            here what changes the weights or the computation of a layer: casts,
+            `jax.checkpoint`, `optax_mp.amp`, and `jax.vmap` over examples.
         carry: the first carry.
         xs: the layers that the loss was given, or a pytree of them and of arrays, such
-            as `(layers, keys)`.
+            as `(layers, keys)`. Layers that are in it twice (tied weights) take one
+            step, with the sum of both gradients.
         reverse: whether to begin with the last layer.
         unroll: how many layers an iteration of the loop computes.
 
@@ -55,147 +61,81 @@ def scan_layers(
         6.0
     """
     leaves, treedef = jax.tree.flatten(xs, is_leaf=is_released)
-    released = list(filter(is_released, leaves))
+    settings = {"reverse": reverse, "unroll": unroll}
+    released = _each_once(leaves)
     if not released:
-        return lax.scan(block, carry, xs, reverse=reverse, unroll=unroll)
+        return lax.scan(block, carry, xs, **settings)
+    place_of = {x.stack: i for i, x in enumerate(released)}
     others = [None if is_released(x) else x for x in leaves]
 
     def of_slices(carry: Any, weights: list[Any], others: list[Any]) -> Any:
-        rest = iter(weights)
-        # A leaf is never None, which is no leaf.
-        slices = [next(rest) if x is None else x for x in others]
+        # Tied weights are one argument, read in several places: JAX adds up their
+        # gradients before the step.
+        slices = [
+            weights[place_of[x.stack]] if is_released(x) else other
+            for x, other in zip(leaves, others, strict=True)
+        ]
         return block(carry, treedef.unflatten(slices))
 
-    loop = _Loop(of_slices, {"reverse": reverse, "unroll": unroll})
-    # As in `lax.scan`, a Python number in the carry gets the dtype of the next carry.
     layers = [x.layers for x in released]
-    after, _ = jax.eval_shape(loop.run, layers, carry, others)
+    # As in `lax.scan`, a Python number in the carry gets the dtype of the next carry.
+    after, _ = jax.eval_shape(
+        lambda carry: lax.scan(
+            lambda carry, slices: of_slices(carry, *slices), carry, (layers, others)
+        ),
+        carry,
+    )
     carry = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), carry, after)
-    # What the block closes over and is differentiated becomes an argument.
-    first = carry, layer_at(layers, 0), layer_at(others, 0)
-    loop.block, consts = jax.closure_convert(of_slices, *first)
-    return _stepping_scan(loop)(released, carry, others, consts)
+    first = carry, *layer_at((layers, others), 0)
+    loop_block, consts = _with_closed_over(of_slices, first)
+    _refuse_vmap((carry, others, consts))
+    loop = _Loop(loop_block, settings)
+    scan = jax.custom_vjp(lambda *args: loop.forward(*args)[0])
+    scan.defvjp(loop.forward, loop.backward)
+    return scan(released, carry, others, consts)
 
 
-@dataclass(eq=False)
-class Stack:
-    """What is static of stacked layers.
+def _each_once(leaves: list[Any]) -> list[ReleasedLayers]:
+    """Return the released layers among some leaves, once if they are there twice."""
+    found: dict[ReleasedStack, ReleasedLayers] = {}
+    for x in filter(is_released, leaves):
+        first = found.setdefault(x.stack, x)
+        pairs = zip(jax.tree.leaves(first), jax.tree.leaves(x), strict=True)
+        if not all(a is b for a, b in pairs):
+            raise ValueError(
+                "scan_layers: expected the same layers wherever they are in `xs`, got "
+                "two versions of them, and each would take a step; change or cast them "
+                "in the block."
+            )
+    return list(found.values())
 
-    Attributes:
-        tx: their optimizer.
-        kinds: of layers and state: dtypes, or the implementations of random keys.
-        shardings: how the weights of a layer are sharded, a tree like them; or None.
-        is_stepped: whether the backward pass was traced, and so takes steps.
+
+def _with_closed_over(function: Callable[..., Any], args: Any) -> tuple[Any, list[Any]]:
+    """Return a function that takes what `function` closes over as further arguments.
+
+    A derivative rule runs later, in another trace, and must not close over arrays of
+    this one, whatever their dtype. `jax.closure_convert` only finds floats.
     """
+    traced = TracedCall.of(lambda args: function(*args), args)
 
-    tx: Any
-    kinds: Any
-    shardings: Any
-    is_stepped: bool = False
+    def run(*args_and_consts: Any) -> Any:
+        args, consts = args_and_consts[:count], args_and_consts[count:]
+        closed = traced.closed.replace(consts=list(consts))
+        return traced.unflatten(evaluate(closed, jax.tree.leaves(args)))
 
-    def step(self, grads: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
-        """Return (weights, opt_state) of one layer after its step."""
-        # Else XLA may drop their rounding, and send float32 between devices.
-        grads = in_float32(lax.optimization_barrier(self.in_rows(grads)))
-        return take_step(
-            self.tx, grads, opt_state, weights, param_shardings=self.shardings
-        )
-
-    def in_rows(self, tree: Any) -> Any:
-        """Return arrays of one layer in row-major order, if shardings are known.
-
-        To gather shards of the last axis, XLA for GPUs wants this axis first in memory,
-        and transposes all layers and their state before and after the loop.
-        """
-
-        def constrain(x: Any, sharding: Any) -> Any:
-            if sharding is None or jnp.ndim(x) < 2:
-                return x
-            rows, spec = tuple(range(x.ndim)), sharding.spec
-            # Without `shard_map`, the constraint would gather the array.
-            return jax.shard_map(
-                lambda part: with_major_to_minor(part, rows),
-                mesh=sharding.mesh,
-                in_specs=spec,
-                out_specs=spec,
-            )(x)
-
-        if self.shardings is None:
-            return tree
-        return jax.tree.map(constrain, tree, self.shardings)
+    count = len(args)
+    return run, list(traced.closed.consts)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["float_layers", "float_state"],
-    meta_fields=["stack"],
-)
-@dataclass(frozen=True, eq=False)
-class ReleasedLayers:
-    """What a loss gets in place of stacked layers, for `scan_layers`.
-
-    Its arrays are floats, because their "gradients" are the arrays after the step.
-    """
-
-    float_layers: Any
-    float_state: Any
-    stack: Stack
-
-    @classmethod
-    def of(cls, layers: Any, opt_state: Any, stack: Stack) -> "ReleasedLayers":
-        """Return layers with the state of their optimizer."""
-        return cls(_as_floats(layers), _as_floats(opt_state), stack)
-
-    @property
-    def layers(self) -> Any:
-        """The stacked layers."""
-        return _from_floats(self.float_layers, self.stack.kinds[0])
-
-    @property
-    def opt_state(self) -> Any:
-        """The state of their optimizer, stacked."""
-        return _from_floats(self.float_state, self.stack.kinds[1])
-
-
-def is_released(x: Any) -> bool:
-    """Return whether this is `ReleasedLayers`."""
-    return isinstance(x, ReleasedLayers)
-
-
-_FLOAT_OF_SIZE = {1: "float8_e5m2", 2: "bfloat16", 4: "float32", 8: "float64"}
-
-
-def kind_of(x: Any) -> Any:
-    """Return the dtype of an array, or the implementation of random keys."""
-    return jax.random.key_impl(x) if is_key(x) else x.dtype
-
-
-def _as_floats(tree: Any) -> Any:
-    """Return arrays with the same bits, of dtypes that JAX differentiates."""
-
-    def convert(x: Any) -> Any:
-        if is_inexact(x):
-            return x
-        x = jax.random.key_data(x) if is_key(x) else x
-        if x.dtype == np.bool_:
-            return x.astype(jnp.float32)
-        return lax.bitcast_convert_type(x, _FLOAT_OF_SIZE[x.dtype.itemsize])
-
-    return jax.tree.map(convert, tree)
-
-
-def _from_floats(tree: Any, kinds: Any) -> Any:
-    """Return the arrays that `_as_floats` was given."""
-
-    def convert(x: Any, kind: Any) -> Any:
-        if isinstance(kind, np.dtype):
-            if kind == np.bool_ or jnp.issubdtype(kind, jnp.inexact):
-                return lax.convert_element_type(x, kind)
-            return lax.bitcast_convert_type(x, kind)
-        data = lax.bitcast_convert_type(x, jnp.uint32)
-        return jax.random.wrap_key_data(data, impl=kind)
-
-    return jax.tree.map(convert, tree, kinds)
+def _refuse_vmap(arrays: Any) -> None:
+    """Raise within a `vmap` of the loss, where each example would take a step."""
+    for x in jax.tree.leaves(arrays):
+        if is_traced(x) and not is_traced_by_jit(x):
+            raise ValueError(
+                "scan_layers: expected one scan of released layers for the whole "
+                "batch, got one within `jax.vmap` or `jax.grad`; transform the layer "
+                "instead, as `jax.vmap(layer, in_axes=(0, None))` in the block."
+            )
 
 
 def layer_at(tree: Any, index: Any) -> Any:
@@ -223,35 +163,28 @@ class _Loop:
         settings: of `lax.scan`.
         places: for each array that derivatives need, which argument of the block but
             the carry it is, and so is read again; None for one that is saved.
-        pull_def: the structure of the function that computes derivatives.
+        vjp_def: the structure of the function that computes derivatives.
         like: descriptions of what the block returns.
     """
 
     block: Callable[..., Any]
     settings: dict[str, Any]
     places: list[int | None] = field(default_factory=list)
-    pull_def: Any = None
+    vjp_def: Any = None
     like: Any = None
-
-    def run(self, layers: Any, carry: Any, others: Any, *consts: Any) -> Any:
-        """Scan the block."""
-        return lax.scan(
-            lambda carry, slices: self.block(carry, *slices, *consts),
-            carry,
-            (layers, others),
-            **self.settings,
-        )
 
     def saving(self, carry: Any, *readable: Any) -> tuple[Any, Any]:
         """Return what the block returns, with what derivatives need beside outputs."""
-        (after, outputs), pull = jax.vjp(self.block, carry, *readable)
+        (after, outputs), vjp = jax.vjp(self.block, carry, *readable)
         self.like = jax.eval_shape(lambda: (after, outputs))
-        needed, self.pull_def = jax.tree.flatten(pull)
+        # The function is a pytree of the arrays that it needs. Weights and masks among
+        # them are there anyway: only the others are saved, layer by layer.
+        needed, self.vjp_def = jax.tree.flatten(vjp)
         place_of = {id(x): i for i, x in enumerate(jax.tree.leaves(readable))}
         self.places = [place_of.get(id(x)) for x in needed]
         return after, (outputs, [x for x in needed if id(x) not in place_of])
 
-    def pull(self, saved: Any, readable: Any, cotangents: Any) -> Any:
+    def block_vjp(self, saved: Any, readable: Any, cotangents: Any) -> Any:
         """Return the gradients of the block's arguments."""
         rest: Iterator[Any] = iter(saved)
         leaves = jax.tree.leaves(readable)
@@ -262,73 +195,62 @@ class _Loop:
             self.like,
             cotangents,
         )
-        return only_inexact(self.pull_def.unflatten(needed)(filled))
+        return only_inexact(self.vjp_def.unflatten(needed)(filled))
 
-
-def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
-    """Return the scan of released layers, a carry, other arrays and constants."""
-
-    @jax.custom_vjp
-    def scan(released: Any, carry: Any, others: Any, consts: Any) -> Any:
-        return loop.run([x.layers for x in released], carry, others, *consts)
-
-    def scan_fwd(released: Any, carry: Any, others: Any, consts: Any) -> Any:
+    def forward(self, released: Any, carry: Any, others: Any, consts: Any) -> Any:
+        """Return the results of the scan, and what its derivatives need."""
         stacks = [x.stack for x in released]
 
         def body(carry: Any, slices: Any) -> Any:
             layers, others = slices
-            weights = list(map(Stack.in_rows, stacks, layers))
-            return loop.saving(carry, weights, others, *consts)
+            weights = list(map(ReleasedStack.in_rows, stacks, layers))
+            return self.saving(carry, weights, others, *consts)
 
         layers = [x.layers for x in released]
-        carry, (ys, saved) = lax.scan(body, carry, (layers, others), **loop.settings)
+        carry, (ys, saved) = lax.scan(body, carry, (layers, others), **self.settings)
         return (carry, ys), (released, saved, others, consts)
 
-    def scan_bwd(kept: Any, cotangents: Any) -> Any:
+    def backward(self, kept: Any, cotangents: Any) -> Any:
+        """Return the layers after their steps, and the gradients of all else."""
         released, saved, others, consts = kept
-        stacks = [x.stack for x in released]
+        stacks, factors = [x.stack for x in released], [x.factor for x in released]
         after, of_outputs = only_inexact(cotangents)
-        arrays = [x.layers for x in released], [x.opt_state for x in released]
-        _refuse_vmap(after, arrays[0])
 
         def body(loop_carry: Any, slices: Any) -> Any:
             after, totals, layers, states = loop_carry
             i, saved, others, of_outputs = slices
-            weights, own_states = layer_at((layers, states), i)
-            used = list(map(Stack.in_rows, stacks, weights))
-            readable = used, others, *consts
-            before, grads, of_others, *of_consts = loop.pull(
-                saved, readable, (after, of_outputs)
+            # Where gradients are only measured, no layers are carried.
+            now = [y if x is None else x for x, y in zip(layers, old, strict=True)]
+            weights, own_states = layer_at((now, states), i)
+            used = list(map(ReleasedStack.in_rows, stacks, weights))
+            before, grads, of_others, *of_consts = self.block_vjp(
+                saved, (used, others, *consts), (after, of_outputs)
             )
-            stepped = map(Stack.step, stacks, grads, bring(own_states), weights)
-            weights, own_states = map(list, zip(*stepped, strict=True))
+            stepped = map(
+                ReleasedStack.step, stacks, grads, bring(own_states), weights, factors
+            )
+            new = tuple(map(list, zip(*stepped, strict=True)))
+            # Layers and states are carried, and so overwritten in place: as outputs of
+            # the loop they would exist twice.
+            layers, states = _with_layer((layers, states), new, i)
             totals = jax.tree.map(jnp.add, totals, of_consts)
-            trees = _with_layer((layers, states), (weights, own_states), i)
-            return (before, totals, *trees), of_others
+            return (before, totals, layers, states), of_others
 
-        count = jax.tree.leaves(arrays)[0].shape[0]
-        totals = jax.tree.map(jnp.zeros_like, list(consts))
-        backward = loop.settings | {"reverse": not loop.settings["reverse"]}
-        slices = jnp.arange(count), saved, others, of_outputs
-        (before, totals, *trees), of_others = lax.scan(
-            body, (after, totals, *arrays), slices, **backward
+        old = [x.layers for x in released]
+        layers = [None if x.measures else y for x, y in zip(stacks, old, strict=True)]
+        states = [x.opt_state for x in released]
+        count = len(jax.tree.leaves(old)[0])
+        totals = jax.tree.map(jnp.zeros_like, only_inexact(consts))
+        # The first layer that the block passed comes last.
+        backward = self.settings | {"reverse": not self.settings["reverse"]}
+        (before, totals, layers, states), of_others = lax.scan(
+            body,
+            (after, totals, layers, states),
+            (jnp.arange(count), saved, others, of_outputs),
+            **backward,
         )
         for stack in stacks:
             stack.is_stepped = True
-        new = list(map(ReleasedLayers.of, *trees, stacks))
-        return new, before, of_others, type(consts)(totals)
-
-    scan.defvjp(scan_fwd, scan_bwd)
-    return scan
-
-
-def _refuse_vmap(cotangents: Any, layers: Any) -> None:
-    """Raise within a `vmap` of the loss, where each example would take a step."""
-    kinds = set(map(type, jax.tree.leaves(layers)))
-    for x in jax.tree.leaves(cotangents):
-        if is_traced(x) and not is_traced_by_jit(x) and type(x) not in kinds:
-            raise ValueError(
-                "scan_layers: expected one scan of released layers for the whole "
-                "batch, got one within `jax.vmap` or `jax.grad`; transform the layer "
-                "instead, as `jax.vmap(layer, in_axes=(0, None))` in the block."
-            )
+        # To JAX, these are the gradients of `released`.
+        floats = as_floats(layers), as_floats(states), [None] * len(stacks), stacks
+        return list(map(ReleasedLayers, *floats)), before, of_others, totals

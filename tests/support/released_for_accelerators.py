@@ -59,6 +59,11 @@ def released(tx):
     return jax.vmap(tx.init), optax_mp.release_gradients(loss, tx)
 
 
+def clipped(tx):
+    """Return the step in two passes."""
+    return jax.vmap(tx.init), optax_mp.release_gradients(loss, tx, max_norm=1.0)
+
+
 def main():
     """Print a line for each target, form and way."""
     targets = {
@@ -71,7 +76,7 @@ def main():
         mesh = Mesh(np.array(topology.devices[:1]), ("one",))
         place = NamedSharding(mesh, PartitionSpec())
         for form, tx in FORMS.items():
-            for way in (separate, released):
+            for way in (separate, released, clipped):
                 share = temporaries(*way(tx), place) / GRADIENTS
                 print(target, form, way.__name__, f"{share:.3f}", flush=True)
 

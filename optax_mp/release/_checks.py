@@ -1,0 +1,208 @@
+"""What `release_gradients` refuses: layers, states, optimizers and losses, by name."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import tree_leaves_with_path
+
+from optax_mp._arguments import check_state_first
+from optax_mp._boxes import plain
+from optax_mp._dtypes import bits
+from optax_mp._jax._dataflow import Origin, derivative_calls, origins
+from optax_mp._jax._memory import bring
+from optax_mp._states import find_states
+from optax_mp._tree import describe, in_float32, is_array, only_inexact, spell
+from optax_mp._warnings import count_event, warn
+from optax_mp.release._layers import is_released
+from optax_mp.release._scan import layer_at
+from optax_mp.scaling._state import LossScaleState
+
+CALLER = "release_gradients"
+
+
+def skips_steps(tx: Any, layers: Any) -> bool:
+    """Return whether an optimizer skips steps whose gradients are not finite."""
+    state = jax.eval_shape(tx.init, layers)
+    return bool(find_states(state, (LossScaleState, optax.ApplyIfFiniteState)))
+
+
+def common_scale(opt_states: list[Any]) -> jax.Array | None:
+    """Return the loss scale in the states of all stacks of layers; None without one."""
+    found = [find_states(plain(x), LossScaleState) for x in opt_states]
+    scales = [state.scale for (_, state), *_ in filter(None, found)]
+    if not scales:
+        return None
+    if len(scales) < len(found):
+        raise ValueError(
+            f"{CALLER}: expected a loss scale around each optimizer of `tx` or around "
+            f"none, because a loss has one scale, got {len(scales)} in {len(found)} "
+            "optimizers; put the same one around all, and around the optimizer of "
+            "`rest`."
+        )
+    count_event("takes scaled gradients")
+    # All layers skip the same steps, so their scales are equal.
+    return scales[0][0]
+
+
+def check_layers(layers: Any, *, is_scaled: bool) -> None:
+    """Raise unless all arrays have the same leading axis."""
+    leaves = tree_leaves_with_path(layers)
+    count = next((x.shape[0] for _, x in leaves if getattr(x, "ndim", 0)), None)
+    if not count:
+        raise ValueError(
+            f"{CALLER}: expected one layer or more, got `layers` with "
+            f"{'no arrays' if count is None else 'leading axes of 0'}; train a model "
+            "without layers by a separate step."
+        )
+    for path, x in leaves:
+        if not is_array(x) or x.shape[:1] != (count,):
+            raise ValueError(
+                f"{CALLER}: expected `layers` at {spell(path)} to be an array with a "
+                f"leading axis of {count} layers, got {describe(x)}; stack the arrays "
+                "of all layers, and pass all else in `rest`."
+            )
+        if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and bits(x.dtype) < 8:  # noqa: PLR2004
+            raise ValueError(
+                f"{CALLER}: expected `layers` at {spell(path)} in 8 bits or more, got "
+                f"{describe(x)}; pass it beside the layers, `scan_layers(block, carry, "
+                "(layers, x))`."
+            )
+        if x.dtype == np.float16 and not is_scaled:
+            warn(
+                f"{CALLER}: `layers` at {spell(path)} is {describe(x)}. In float16, "
+                "gradients below 6e-8 become 0; put `optax_mp.dynamic_loss_scale` "
+                "around the optimizers, or use bfloat16."
+            )
+
+
+def check_optimizer(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> None:
+    """Raise unless an optimizer steps a layer by this layer's gradient alone."""
+    call = "release_gradients(loss, tx)(opt_state, layers, rest, ...)"
+    check_state_first(opt_state, layers, CALLER, call)
+    if getattr(tx, "offloaded", None):
+        raise ValueError(
+            f"{CALLER}: expected the optimizer inside of `offload` as `tx`, got the "
+            "`offload`; pass `tx` without it, and a state in host memory, as "
+            "`jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
+        )
+    wanted = jax.eval_shape(jax.vmap(tx.init), layers)
+    if find_states(wanted, optax.MultiStepsState):
+        raise ValueError(
+            f"{CALLER}: expected `tx` to need the gradients of one layer at a time, "
+            "got `optax.MultiSteps`, which keeps all gradients; use a larger batch, "
+            "with `jax.checkpoint` in the block, or take a separate step."
+        )
+    _check_state(wanted, opt_state, "`opt_state`")
+    traced = _trace_update(tx, opt_state, layers)
+    before, after = jax.eval_shape(lambda: layer_at(opt_state, 0)), traced[1][1]
+    _check_state(before, after, "what `tx.update` returns")
+    if not by_layer:
+        _check_leafwise(tx, traced, layers)
+
+
+def _check_state(wanted: Any, given: Any, name: str) -> None:
+    """Raise unless a state has arrays of the wanted shapes and dtypes."""
+    leaves, others = map(tree_leaves_with_path, (wanted, given))
+    facts = [("its number of arrays", str(len(leaves)), str(len(others)))]
+    for (path, want), (_, x) in zip(leaves, others, strict=False):
+        facts.append((spell(path), describe(want), describe(x)))
+    for what, want, got in facts:
+        if got != want:
+            raise ValueError(
+                f"{CALLER}: expected {name} to be a state that the loop can carry, "
+                f"with {want} as {what}, got {got}; pass `jax.vmap(tx.init)(layers)`, "
+                "wrap `tx` in `mixed_precision` if its update changes a dtype, and take"
+                " out what adds arrays to the state, as `optax.monitor` does."
+            )
+
+
+def _trace_update(tx: Any, opt_state: Any, layers: Any) -> tuple[Any, Any]:
+    """Return the jaxpr of the update of one layer, and what it returns."""
+
+    def update(opt_state: Any, layers: Any) -> Any:
+        weights = layer_at(layers, 0)
+        grads, state = in_float32(only_inexact(weights)), layer_at(opt_state, 0)
+        return tx.update(grads, bring(state), weights)
+
+    try:
+        return jax.make_jaxpr(update, return_shape=True)(opt_state, layers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{CALLER}: expected an optimizer that needs nothing but gradients and "
+            "params, because no layer has a loss of its own, got one whose `tx.update("
+            "grads, opt_state, params)` fails for one layer; take a separate step. It "
+            f"raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_leafwise(tx: Any, traced: Any, layers: Any) -> None:
+    """Raise if the update of an array depends on another array of the params.
+
+    Args:
+        tx: the optimizer.
+        traced: what `_trace_update` returns.
+        layers: the layers.
+    """
+    update, (updates, _) = traced
+    paths = [path for path, _ in tree_leaves_with_path(layers)]
+    of_layers = [Origin(frozenset({i})) for i in range(len(paths))]
+    of_state = origins(jax.make_jaxpr(jax.vmap(tx.init))(layers), of_layers)
+    count = len(jax.tree.leaves(updates))
+    # Whether gradients are finite is known of all layers before the first step.
+    known = {"is_finite"} if skips_steps(tx, layers) else ()
+    found, before = [], None
+    while of_state != before:
+        found, before = origins(update, [*of_state, *of_layers], known), of_state
+        # In the next step, the state is computed from what this one was given.
+        of_state = list(map(lambda *x: Origin.join(x), before, found[count:]))
+    for origin in found[:count]:
+        if len(origin.groups) > 1:
+            first, second, *_ = (spell(paths[i]) for i in sorted(origin.groups))
+            raise ValueError(
+                f"{CALLER}: expected `tx` to update each array by itself, because no "
+                "layer's step waits for the gradients of the others, got an update of "
+                f"several params, such as {first} and {second}, in {origin.joined_in}; "
+                "clip by the global norm with `release_gradients(loss, tx, max_norm=1)"
+                "` and a `tx` that does not clip; or pass `by_layer=True`, to compute "
+                "it over the arrays of each layer alone."
+            )
+
+
+def check_scans(jaxpr: Any, released: Any) -> None:
+    """Raise unless a loss scans each stack of its layers once.
+
+    Args:
+        jaxpr: of the loss, whose first inputs are the arrays of the layers.
+        released: the layers that the loss was given.
+    """
+    first = 0
+    for path, x in tree_leaves_with_path(released, is_leaf=is_released):
+        places = range(first, first := first + len(jax.tree.leaves(x)))
+        if (calls := derivative_calls(jaxpr, *places)) != 1:
+            times = "several" if math.isinf(calls) else f"{calls:g}"
+            use = f"scans them {times} times"
+            if math.isnan(calls):
+                use = "reads or changes them outside of it"
+            raise ValueError(
+                f"{CALLER}: expected a loss that passes the layers {spell(path)} "
+                f"unchanged to one `scan_layers`, got one that {use}; cast "
+                "and regularize them in the block, pass tied layers to one scan as "
+                "`(layers, layers)`, keep the scan out of loops and branches, because "
+                "it takes a step, and average over micro-batches with a larger batch "
+                "and `jax.checkpoint`."
+            )
+
+
+def check_stepped(released: Any) -> None:
+    """Raise unless the backward pass has stepped each stack of layers."""
+    for path, x in tree_leaves_with_path(released, is_leaf=is_released):
+        if not x.stack.is_stepped:
+            raise ValueError(
+                f"{CALLER}: expected a loss of what `scan_layers` returns, got "
+                f"one that does not depend on the layers {spell(path)}, so that no "
+                "step would be taken; remove `jax.lax.stop_gradient`."
+            )

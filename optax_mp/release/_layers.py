@@ -1,0 +1,194 @@
+"""What a loss gets in place of stacked layers: their arrays, and how they are stepped.
+
+`ReleasedLayers` is a pytree, so it passes through `jit`, `jax.checkpoint` and `amp`.
+Only `scan_layers` may read it. Whatever else a loss tries with it is an error that says
+what to do.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from optax_mp._jax._experimental import with_major_to_minor
+from optax_mp._take_step import take_step
+from optax_mp._tree import all_finite, in_float32, is_inexact, is_key, only_inexact
+
+
+@dataclass(eq=False)
+class ReleasedStack:
+    """What is static of stacked layers.
+
+    Attributes:
+        tx: their optimizer.
+        kinds: of layers and state: dtypes, or the implementations of random keys.
+        shardings: how the weights of a layer are sharded, a tree like them; or None.
+        measures: whether the backward pass only measures gradients, and takes no step.
+        is_stepped: whether the backward pass was traced, and so takes steps.
+    """
+
+    tx: Any
+    kinds: Any
+    shardings: Any
+    measures: bool = False
+    is_stepped: bool = False
+
+    def step(
+        self, grads: Any, opt_state: Any, weights: Any, factor: Any
+    ) -> tuple[Any, Any]:
+        """Return (weights, opt_state) of one layer after its step.
+
+        If gradients are only measured, there are no weights to write, and the state is
+        what `measure` returns.
+        """
+        # Without the barrier XLA may drop the rounding of 16-bit gradients, and send
+        # float32 between devices.
+        grads = in_float32(lax.optimization_barrier(self.in_rows(grads)))
+        grads = times(grads, factor)
+        if self.measures:
+            return None, measure(grads)
+        return take_step(
+            self.tx, grads, opt_state, weights, param_shardings=self.shardings
+        )
+
+    def in_rows(self, tree: Any) -> Any:
+        """Return arrays of one layer in row-major order, if shardings are known.
+
+        To gather shards of the last axis, XLA for GPUs wants this axis first in memory,
+        and transposes all layers and their state before and after the loop.
+        """
+
+        def constrain(x: Any, sharding: Any) -> Any:
+            if x is None or sharding is None or x.ndim < 2:
+                return x
+            rows, spec = tuple(range(x.ndim)), sharding.spec
+            # Without `shard_map`, the constraint would gather the array.
+            return jax.shard_map(
+                lambda part: with_major_to_minor(part, rows),
+                mesh=sharding.mesh,
+                in_specs=spec,
+                out_specs=spec,
+            )(x)
+
+        if self.shardings is None:
+            return tree
+        # A weight without a gradient, such as an integer, has None.
+        return jax.tree.map(
+            constrain, tree, self.shardings, is_leaf=lambda x: x is None
+        )
+
+
+def times(tree: Any, factor: Any) -> Any:
+    """Multiply the floating arrays of a tree by a factor, or by nothing if None."""
+    if factor is None:
+        return tree
+    return jax.tree.map(lambda x: x * factor if is_inexact(x) else x, tree)
+
+
+def measure(grads: Any) -> jax.Array:
+    """Return the sum of squares of gradients, and 1 if one of them is not finite.
+
+    Two numbers, because squares of finite gradients can overflow: the first decides how
+    much is clipped, the second whether a step is skipped.
+    """
+    is_bad = ~all_finite(grads)
+    squares = optax.tree.norm(only_inexact(grads), squared=True)
+    return jnp.stack([jnp.float32(squares), is_bad.astype(jnp.float32)])
+
+
+def _refuse(self: Any, *_: Any) -> NoReturn:
+    raise TypeError(
+        "release_gradients: expected a loss that passes its layers to `scan_layers`, "
+        "got one that reads an array of them; use `optax_mp.scan_layers` in place of "
+        "`jax.lax.scan`, and read `layers` in its block alone. What the loss needs of "
+        "them elsewhere, such as a norm, the block returns as an output."
+    )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["float_layers", "float_state", "factor"],
+    meta_fields=["stack"],
+)
+@dataclass(frozen=True, eq=False)
+class ReleasedLayers:
+    """What a loss gets in place of stacked layers, for `scan_layers`.
+
+    Attributes:
+        float_layers: the layers as floats, because the "gradients" of these arrays are
+            the arrays after the step, and JAX differentiates floats alone.
+        float_state: the state of their optimizer as floats; or zeros [layers, 2], in
+            whose place `measure` returns its numbers.
+        factor: what gradients are multiplied by, a float32 scalar; or None.
+        stack: what is static.
+    """
+
+    float_layers: Any
+    float_state: Any
+    factor: Any
+    stack: ReleasedStack
+
+    @property
+    def layers(self) -> Any:
+        """The stacked layers."""
+        return _from_floats(self.float_layers, self.stack.kinds[0])
+
+    @property
+    def opt_state(self) -> Any:
+        """The state of their optimizer, stacked."""
+        return _from_floats(self.float_state, self.stack.kinds[1])
+
+    __getitem__ = __iter__ = __jax_array__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Python and JAX look for methods with underscores that no class needs to have.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        _refuse(self)
+
+
+def is_released(x: Any) -> bool:
+    """Return whether this is `ReleasedLayers`."""
+    return isinstance(x, ReleasedLayers)
+
+
+# Of 8-bit floats this one has all exponents, so that no conversion drops a bit.
+_FLOAT_OF_SIZE = {1: "float8_e5m2", 2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+def kind_of(x: Any) -> Any:
+    """Return the dtype of an array, or the implementation of random keys."""
+    return jax.random.key_impl(x) if is_key(x) else x.dtype
+
+
+def as_floats(tree: Any) -> Any:
+    """Return arrays with the same bits, of dtypes that JAX differentiates."""
+
+    def convert(x: Any) -> Any:
+        if is_inexact(x):
+            return x
+        x = jax.random.key_data(x) if is_key(x) else x
+        if x.dtype == np.bool_:
+            return x.astype(jnp.float32)
+        return lax.bitcast_convert_type(x, _FLOAT_OF_SIZE[x.dtype.itemsize])
+
+    return jax.tree.map(convert, tree)
+
+
+def _from_floats(tree: Any, kinds: Any) -> Any:
+    """Return the arrays that `as_floats` was given."""
+
+    def convert(x: Any, kind: Any) -> Any:
+        if isinstance(kind, np.dtype):
+            if kind == np.bool_ or jnp.issubdtype(kind, jnp.inexact):
+                return lax.convert_element_type(x, kind)
+            return lax.bitcast_convert_type(x, kind)
+        data = lax.bitcast_convert_type(x, jnp.uint32)
+        return jax.random.wrap_key_data(data, impl=kind)
+
+    return jax.tree.map(convert, tree, kinds)
