@@ -136,7 +136,8 @@ class Quantized(NamedTuple):
             attribute, not a leaf.
 
     Example:
-        >>>         >>> import optax
+        >>> import jax.numpy as jnp
+        >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones((256, 256))}
         >>> state = optax_mp.low_bit_state(optax.adam(1e-3)).init(params)

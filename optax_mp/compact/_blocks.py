@@ -65,8 +65,8 @@ _MOST_ROWS, _GOOD_ROWS, _FEWEST_ROWS = 128, 16, 8
 def choose_group(shape: tuple[int, ...], axis: int) -> int | None:
     """Return how many rows of an array have shifts in common; None for a single row.
 
-    If a group of that size exists, 2, 4 or 8 devices do not split one. Otherwise they
-    find its shifts together.
+    2, 4 or 8 devices do not split a group, as `_size_along` does it for blocks. Where
+    that would take groups of fewer than 8 rows, they find shifts together.
 
     Args:
         shape: of the array.
@@ -77,12 +77,10 @@ def choose_group(shape: tuple[int, ...], axis: int) -> int | None:
     part = length // math.gcd(length, 8)
     size = math.gcd(part, _MOST_ROWS)
     if size < _GOOD_ROWS:
-        if length <= _MOST_ROWS:
-            return length  # kernels take all rows, of any number
-        # No two devices share an odd number of rows.
-        divisors = (n for n in range(1, _MOST_ROWS + 1) if part % n == 0)
-        size = max(divisors) if part < length else _MOST_ROWS
-    return size if size >= _FEWEST_ROWS else _MOST_ROWS  # with a short last group
+        size = max(n for n in range(1, _MOST_ROWS + 1) if part % n == 0)
+    # No two devices share an odd number of rows. The last group may be short.
+    is_good = part < length and size >= _FEWEST_ROWS
+    return size if is_good else min(length, _MOST_ROWS)
 
 
 def quantized_zeros(x: Any, code: Code) -> Quantized:

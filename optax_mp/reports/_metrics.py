@@ -78,7 +78,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         >>> found["loss_scale"], found["step_count"], found["learning_rate"]
         (65536.0, 1.0, 0.125)
         >>> sorted(set(found) - {"b1", "b2", "eps", "eps_root"})[:3]
-        ['finite_count', 'last_finite', 'learning_rate']
+        ['at_min_scale', 'dropped_count', 'finite_count']
         >>> optax_mp.metrics(optax.sgd(0.1).init(params))
         {}
     """

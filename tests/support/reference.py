@@ -223,19 +223,15 @@ def shift_layout(shape, block_size):
     """Return the axis along which rows share shifts, and how many; None for no shifts.
 
     The last axis that is not that of the blocks. Groups divide what 8, 4 or 2 devices
-    have: 128, 64, 32 or 16 rows, or else the most from 8 on. All of up to 128 rows are
-    one group if there are none of 16; more are in groups of 128, the last one short.
+    have: 128, 64, 32 or 16 rows, or else the most from 8 on. Otherwise all rows, or 128
+    and a short last group.
     """
     others = [i for i in range(len(shape)) if i != block_layout(shape, block_size)[0]]
     if not others or (length := shape[others[-1]]) == 1:
         return None
-    part = next(length // n for n in (8, 4, 2, 1) if length % n == 0)
-    sizes = [n for n in (128, 64, 32, 16) if part % n == 0]
-    if not sizes and length <= 128:
-        sizes = [length]
-    if length % 2 == 0:
-        sizes += [n for n in range(128, 7, -1) if part % n == 0]
-    return others[-1], [*sizes, 128][0]
+    part = next((length // n for n in (8, 4, 2) if length % n == 0), 0)
+    sizes = [n for n in (128, 64, 32, 16, *range(128, 7, -1)) if part % n == 0]
+    return others[-1], sizes[0] if part and sizes else min(length, 128)
 
 
 def column_shifts(x, block_size):
