@@ -212,7 +212,7 @@ def _loss_scaling(
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
         evidence = _evidence(bad_index, extra_args, caller)
         if axis_name is not None:
-            # A rank that skipped a step alone would have other params from then on.
+            # A rank that skipped a step by itself would have other params from then on.
             evidence = lax.pmin(evidence, axis_name)
         finite = evidence.bad_index == ALL_FINITE
         new_state = _after_step(state, evidence, rule)
@@ -275,9 +275,9 @@ def _evidence(
             f"`dropped_count` is not given, so the scale grows all the same; {call}"
         )
     value = extra_args.get("value")
-    is_known = value is not None
-    loss_finite = all_finite(value).astype(jnp.int32) if is_known else None
-    return _Evidence(bad_index, loss_finite=loss_finite)
+    if value is None:
+        return _Evidence(bad_index)
+    return _Evidence(bad_index, loss_finite=all_finite(value).astype(jnp.int32))
 
 
 def _after_step(

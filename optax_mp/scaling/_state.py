@@ -265,8 +265,8 @@ def _explain_cause(state: LossScaleState, params: Any) -> str:
             f"{scale} The largest param is {size:.3g}, at {path}, a sign of {diverged}."
         )
     if state.scale <= 1:
-        largest = f"{_LARGEST_FLOAT16 / state.scale:.3g}"
-        sign = f"Only gradients over {largest} overflow at this scale, so this is"
+        largest = _LARGEST_FLOAT16 / state.scale
+        sign = f"Only gradients over {largest:.3g} overflow at this scale, so this is"
     elif state.hysteresis_left < 0:
         sign = (
             "If the loss is finite in these steps, it is an overflow: lower "

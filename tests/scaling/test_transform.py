@@ -85,7 +85,7 @@ BUILDS = {"float16": wrapped_masters, "float32": wrapper, "bfloat16": linked_mas
 @mostly_slow(
     ("name", "dtype"),
     itertools.product(sorted(DISTINCT), BUILDS),
-    lambda *case: case == ("adamw", "float16"),
+    lambda *case: case in {("adamw", "float16"), ("adamw", "bfloat16")},
 )
 def test_a_run_with_bad_steps_is_bitwise_the_run_without_them(name, dtype):
     tx = BUILDS[dtype](OPTIMIZERS[name]())
@@ -156,6 +156,19 @@ def test_bad_micro_batches_are_dropped_entirely_in(nesting):
     found = optax.tree.get_all_with_path(state, "total_skipped_count")
     assert [int(count) for _, count in found] == [4]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
+
+
+def test_a_clipped_result_depends_on_no_scale_and_no_bad_step():
+    inner = masters(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))
+    results = []
+    for tx, bad in (
+        (wrapper(inner, 2.0**15), ()),
+        (optax_mp.static_loss_scale(inner, 8.0), (0, 4, 5)),
+    ):
+        params, state = trained(tx, jax.jit(stepper(tx)), bad)
+        assert int(state.total_skipped_count) == len(bad)
+        results.append(as_bits((params, without_scale(state))))
+    assert results[0] == results[1]
 
 
 def test_a_mark_goes_from_one_compiled_program_to_another():
