@@ -18,7 +18,8 @@ PACKAGE = HERE.parent / "optax_mp"
 SHARED = "Messages of several functions"
 # What a shared message is about, by the file or the folder of its code.
 HEADINGS = {
-    "_arguments": "Arguments in the wrong place, transforms in the wrong order",
+    "_arguments": "Arguments in the wrong place",
+    "_nesting": "Transforms in the wrong order",
     "_dtypes": "Dtypes",
     "_inner": "The wrapped optimizer and its gradients",
     "_leaves": "Trees that do not match",

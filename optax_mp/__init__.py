@@ -38,7 +38,12 @@ if TYPE_CHECKING:
     # The dtypes of params, computation and outputs; casts and checks of trees.
     from optax_mp._policy import Policy, get_policy
     from optax_mp._dtypes import half_dtype
-    from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
+    from optax_mp.trees._tree import (
+        all_finite,
+        cast_floating,
+        nonfinite_paths,
+        select_tree,
+    )
 
     # Run a float32 function in mixed precision.
     from optax_mp.autocast._amp import amp, amp_stop
@@ -95,7 +100,7 @@ _HOMES = {
     "dynamic_scale_grad dynamic_scale_value_and_grad",
     "_policy": "Policy get_policy",
     "_dtypes": "half_dtype",
-    "_tree": "all_finite cast_floating nonfinite_paths select_tree",
+    "trees._tree": "all_finite cast_floating nonfinite_paths select_tree",
     "autocast._amp": "amp amp_stop",
     "autocast._report": "amp_report",
     "autocast._rules": "default_amp_rules",

@@ -7,13 +7,13 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from optax_mp._context import may_hold_codes, with_context
-from optax_mp._descriptions import spread_shardings
-from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
-from optax_mp._leaves import is_absent
 from optax_mp._warnings import warn_once
+from optax_mp.trees._descriptions import spread_shardings
+from optax_mp.trees._leaves import is_absent
+from optax_mp.wrappers._context import may_hold_codes, with_context
+from optax_mp.wrappers._inner import as_transformation, or_no_change
 
 # Takes what a step reads, and what it replaces; returns its result, and that anew.
 StepFn = Callable[[Any, Any], tuple[Any, Any]]

@@ -22,13 +22,13 @@ WORKERS, SECONDS = 2, 400  # a mutant that never ends is found as well
 
 # File | the line's text | what it becomes | test files that run, if not all of the room.
 TABLE = """
-_choose.py | if is_complex else -0.0 | if is_complex else 0.0 | scaling/test_transform.py masters/test_skipping.py
-_choose.py | if treedef != new_treedef or _types_of | if _types_of | masters/test_skipping.py scaling/test_transform.py
-_tree.py | shape)) :] == shape | shape)) :] != () | test_tree.py test_states.py
+wrappers/_choose.py | if is_complex else -0.0 | if is_complex else 0.0 | scaling/test_transform.py masters/test_skipping.py
+wrappers/_choose.py | if treedef != new_treedef or _types_of | if _types_of | masters/test_skipping.py scaling/test_transform.py
+trees/_tree.py | shape)) :] == shape | shape)) :] != () | test_tree.py test_states.py
 _policy.py | pattern = pattern.lower() | pattern = pattern.upper() | test_policy.py
 _dtypes.py | multiple * step, rounded) | rounded, rounded) | test_dtypes.py
 _dtypes.py | is_above & is_finite, is_below & is_finite | is_above, is_below | test_dtypes.py
-_states.py | contents is not None and not any(map(is_above, contents)) | contents is not None | test_states.py
+trees/_states.py | contents is not None and not any(map(is_above, contents)) | contents is not None | test_states.py
 engine/_lowered.py | "stablehlo.convert" | "stablehlo.cast" | _jax/test_contact.py
 _jax/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "v" | _jax
 _jax/_contact.py | _SETTINGS = "in_shardings" | _SETTINGS = "in_sharding" | _jax
@@ -40,7 +40,7 @@ _jax/_outlined.py | function.__name__ += _MARK | function.__name__ += "" | engin
 compact/_blocks.py | @outlined(0, 1, 2) | @partial(jax.jit, static_argnums=(0, 1, 2)) | engine/test_in_turn.py
 compact/_random_numbers.py | @outlined(0) | @__import__("functools").partial(jax.jit, static_argnums=0) | engine/test_in_turn.py
 masters/_split.py | @outlined(0) | @_traced_once | engine/test_in_turn.py
-_context.py | structures += structure.children() | structures += [] | engine/test_kernels.py
+wrappers/_context.py | structures += structure.children() | structures += [] | engine/test_kernels.py
 engine/_in_turn.py | run, given = bind, waiting | run, given = bind, values | engine/test_in_turn.py
 engine/_in_turn.py | if target.device_count == 1 else () | if target.device_count else () | engine/test_in_turn.py
 _jax/_dataflow.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_signs.py compact/test_low_bit.py compact/test_partly_coded.py
@@ -100,7 +100,7 @@ scaling/_rule.py | is_due = finite_count >= | is_due = finite_count > | scaling/
 scaling/_rule.py | overflowed & (hysteresis_left == 0) | overflowed & (hysteresis_left <= 1) | scaling/test_rule.py
 scaling/_rule.py | jnp.where(is_stuck, -1, hysteresis_left) | hysteresis_left | scaling/test_rule.py
 scaling/_rule.py | jnp.where(is_due, hysteresis, hysteresis_left) | jnp.where(grows, hysteresis, hysteresis_left) | scaling/test_rule.py
-_tree.py | lambda x: x.astype(at_least_float32(x.dtype)) if is_floating(x) else x, | lambda x: x, | scaling/test_gradients.py
+trees/_tree.py | lambda x: x.astype(at_least_float32(x.dtype)) if is_floating(x) else x, | lambda x: x, | scaling/test_gradients.py
 scaling/_overwrite.py | (change == -start) & ~is_zero | (change == -start) & is_zero | scaling/test_overwrite.py
 scaling/_values.py | ~finite & (tries < redo_on_nan) | ~finite & (tries <= redo_on_nan) | scaling/test_retries.py
 scaling/_state.py | np.lexsort(keys)[-1] | np.lexsort(keys)[0] | scaling/test_check.py

@@ -64,7 +64,7 @@ def to_host(x: jax.Array) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind(HOST_KIND))
 
 
-def name_memory(x: jax.Array) -> jax.Array:
+def with_explicit_memory_kind(x: jax.Array) -> jax.Array:
     """Return an array with a sharding that shows its memory in descriptions of it.
 
     With a `SingleDeviceSharding`, the type of a `ShapeDtypeStruct`, or of an array that
@@ -85,12 +85,12 @@ def to_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind("device"))
 
 
-def bring(tree: Any) -> Any:
+def to_device_tree(tree: Any) -> Any:
     """Return a tree with all arrays in device memory."""
     return jax.tree.map(lambda x: to_device(x) if is_on_host(x) else x, tree)
 
 
-def put_beside(tree: Any, like: Any) -> Any:
+def with_memory_of(tree: Any, like: Any) -> Any:
     """Return a tree with its arrays in the memories of another tree."""
 
     def put(x: Any, other: Any) -> Any:

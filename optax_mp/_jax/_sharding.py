@@ -60,7 +60,7 @@ def constant_like(x: jax.Array, value: Any) -> jax.Array:
     return lax.broadcast_in_dim(np.array(value, x.dtype), x.shape, ())
 
 
-def reshard_beside(x: jax.Array, stored: Any) -> jax.Array:
+def with_sharding_of(x: jax.Array, stored: Any) -> jax.Array:
     """Return `x` with the sharding in the type of an array of its shape in `stored`."""
     if not isinstance(x, jax.Array):
         return x

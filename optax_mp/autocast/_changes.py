@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_mp._tree import PyTree
 from optax_mp._warnings import warn
+from optax_mp.trees._tree import PyTree
 
 
 class PureCall(NamedTuple):

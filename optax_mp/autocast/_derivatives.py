@@ -16,8 +16,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from optax_mp._jax._jaxpr import Equation, bind
-from optax_mp._tree import is_inexact
 from optax_mp.autocast._lattice import cast
+from optax_mp.trees._tree import is_inexact
 
 Call = Callable[..., list[Any]]
 # `interpret(function, arguments, dtypes)` runs `function(*arguments)` under amp. The

@@ -15,8 +15,8 @@ from optax_mp._jax._control_flow import ForwardResult, has_regions, wiring_of
 from optax_mp._jax._dataflow import follow
 from optax_mp._jax._jaxpr import Equation
 from optax_mp._jax._primitives import COMPARISONS
-from optax_mp._tree import is_floating
 from optax_mp.autocast._plan import Site
+from optax_mp.trees._tree import is_floating
 
 # How a value depends on the floats that a loop carries; of several, the largest counts.
 _NOT, _DEPENDS, _DEPENDS_BY_LOW = 0, 1, 2

@@ -28,7 +28,6 @@ from optax_mp._jax._jaxpr import (
 )
 from optax_mp._jax._primitives import MOVES, REPEATS
 from optax_mp._jax._source import source_line
-from optax_mp._tree import is_floating
 from optax_mp.autocast._demand import Demand, Wants, is_better_full
 from optax_mp.autocast._lattice import (
     FULL,
@@ -48,6 +47,7 @@ from optax_mp.autocast._lattice import (
     widest,
 )
 from optax_mp.autocast._rules import Rule, Rules, call_function
+from optax_mp.trees._tree import is_floating
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,8 @@ from optax_mp._jax._jaxpr import (
 )
 from optax_mp._jax._primitives import AMP_WORDS
 from optax_mp._jax._source import scopes
-from optax_mp._tree import describe, is_floating
 from optax_mp.autocast._lattice import takes_part
+from optax_mp.trees._tree import describe, is_floating
 
 # A rule is one of these words, or a user's function. The docstring of `amp` says what
 # they mean.

@@ -25,7 +25,6 @@ from optax_mp._jax._jaxpr import (
     with_dtype,
 )
 from optax_mp._jax._traced import TracedCall, explain_carry_error
-from optax_mp._tree import is_array
 from optax_mp._warnings import warn
 from optax_mp.autocast._changes import PureCall
 from optax_mp.autocast._derivatives import custom_jvp, custom_vjp
@@ -43,6 +42,7 @@ from optax_mp.autocast._loop_conditions import loop_warnings
 from optax_mp.autocast._low_f32 import product
 from optax_mp.autocast._plan import Action, Plan, Planner
 from optax_mp.autocast._rules import LINEAR, Rule, Rules, call_function
+from optax_mp.trees._tree import is_array
 
 _WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 

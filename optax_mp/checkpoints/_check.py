@@ -12,7 +12,7 @@ import optax
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from optax_mp._dtypes import bits
-from optax_mp._tree import PyTree, describe, is_array, is_floating, is_key, spell
+from optax_mp.trees._tree import PyTree, describe, is_array, is_floating, is_key, spell
 
 _CALLER = "check_checkpoint"
 

@@ -8,13 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._inner import as_transformation, copy_shared
-from optax_mp._jax._memory import bring, is_on_host, put_beside, to_host
+from optax_mp._jax._memory import is_on_host, to_device_tree, to_host, with_memory_of
 from optax_mp._jax._traced import TracedCall
-from optax_mp._leaves import Leaves
-from optax_mp._quantized import Quantized
-from optax_mp._states import find_states, map_states
-from optax_mp._tree import PyTree, cast_floating, is_floating, spell
 from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.compact._blocks import dequantize, quantize
 from optax_mp.masters import Storage
@@ -26,6 +21,12 @@ from optax_mp.masters._access import (
 )
 from optax_mp.masters._storage import MixedPrecisionState, storage_of
 from optax_mp.scaling._state import LossScaleState
+from optax_mp.trees._copies import copy_shared
+from optax_mp.trees._leaves import Leaves
+from optax_mp.trees._quantized import Quantized
+from optax_mp.trees._states import find_states, map_states
+from optax_mp.trees._tree import PyTree, cast_floating, is_floating, spell
+from optax_mp.wrappers._inner import as_transformation
 
 _CALLER = "convert_opt_state"
 _CAST_FIRST = (
@@ -114,7 +115,7 @@ def convert_opt_state(
         wrappers[LossScaleState] = _adapt_scale(kept, from_tx, template, params)
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
-        template = to_tx.init(bring(weights))
+        template = to_tx.init(to_device_tree(weights))
     name = "that of `to_tx`, which must have the same optimizer inside"
     inner = Leaves.of(_unwrap(template), caller=_CALLER, name=name)
     part = "the optimizer's part of `opt_state`"
@@ -167,7 +168,7 @@ def _unwrap(state: optax.OptState) -> PyTree:
 
     def unwrap(node: Any) -> Any:
         if isinstance(node, Quantized):
-            return put_beside(dequantize(bring(node)), node.codes)
+            return with_memory_of(dequantize(to_device_tree(node)), node.codes)
         return node.inner_state
 
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
@@ -184,19 +185,19 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) ->
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
-            codes = quantize(bring(next(values)), bring(node), None)
-            return put_beside(codes, node)
+            codes = quantize(to_device_tree(next(values)), to_device_tree(node), None)
+            return with_memory_of(codes, node)
         if not isinstance(node, _WRAPPERS):
             # `map` visits leaves in the order that `values` are in.
             value = next(values)
             if is_floating(value) and value.dtype != node.dtype:
-                value = bring(value).astype(node.dtype)
-            return put_beside(value, node)
+                value = to_device_tree(value).astype(node.dtype)
+            return with_memory_of(value, node)
         kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
         wrapper, old = node, wrappers.get(kind)
         if kind is MixedPrecisionState and old is not None:
             if None not in (old.last_exact, node.last_exact):
-                last_exact = put_beside(old.last_exact, node.last_exact)
+                last_exact = with_memory_of(old.last_exact, node.last_exact)
                 wrapper = node._replace(last_exact=last_exact)
         elif old is not None:
             # Of the new type, which may say other settings.
@@ -214,7 +215,7 @@ def _replace_masters(
     values = leaves.match(weights, "the masters")
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
-        master = bring(values[i]).astype(old.dtype)
+        master = to_device_tree(values[i]).astype(old.dtype)
         if storage.param_is_part:
             where = f"{_CALLER}: expected the master of {spell(leaves.paths[i])}"
             param = leaves.values[i]

@@ -21,10 +21,10 @@ half a unit in the last place are lost if they are always rounded to nearest.
 - `_random_numbers`: stochastic rounding, for all of them.
 """
 
-from optax_mp._quantized import Quantized
 from optax_mp.compact._accumulator import AccumulatedGradients
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
+from optax_mp.trees._quantized import Quantized
 
 __all__ = [
     "AccumulatedGradients",

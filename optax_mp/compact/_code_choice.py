@@ -11,12 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_mp._arguments import check_bool
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._traced import TracedCall, is_dynamic
-from optax_mp._quantized import Code
-from optax_mp._tree import is_floating
 from optax_mp._warnings import warn
 from optax_mp.compact._blocks import choose_blocks, choose_group
 from optax_mp.compact._full_precision import (
@@ -28,6 +25,9 @@ from optax_mp.compact._full_precision import (
     trace_update,
 )
 from optax_mp.compact._signs import nonnegative_states
+from optax_mp.trees._quantized import Code
+from optax_mp.trees._tree import is_floating
+from optax_mp.wrappers._arguments import check_bool
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._dtypes import saturate
 from optax_mp._jax._outlined import outlined
-from optax_mp._tree import describe, is_array
+from optax_mp.trees._tree import describe, is_array
 
 
 def rounding_keys(count: int, *parts: int | jax.Array) -> list[jax.Array]:

@@ -6,15 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_given_params, check_own_state
-from optax_mp._choose import choose_step
-from optax_mp._context import Transformation
-from optax_mp._descriptions import place_like_params
 from optax_mp._dtypes import bits, difference
-from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy_shared
-from optax_mp._leaves import Leaves
-from optax_mp._states import inner_field
-from optax_mp._tree import describe, is_floating, spell
 from optax_mp._warnings import warn
 from optax_mp.compact._random_numbers import (
     check_seed,
@@ -22,6 +14,15 @@ from optax_mp.compact._random_numbers import (
     rounding_keys,
 )
 from optax_mp.scaling._unscale import is_unmarked
+from optax_mp.trees._copies import copy_shared
+from optax_mp.trees._descriptions import place_like_params
+from optax_mp.trees._leaves import Leaves
+from optax_mp.trees._states import inner_field
+from optax_mp.trees._tree import describe, is_floating, spell
+from optax_mp.wrappers._arguments import check_own_state, require_params
+from optax_mp.wrappers._choose import choose_step
+from optax_mp.wrappers._context import Transformation
+from optax_mp.wrappers._inner import MatchedArguments, as_inner_param, as_transformation
 
 _CALLER = "stochastic_rounding"
 
@@ -122,10 +123,10 @@ def stochastic_rounding(
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
-        check_given_params(params, _CALLER)
+        require_params(params, _CALLER)
         check_own_state(state, StochasticRoundingState, _CALLER)
         leaves = Leaves.of(params, caller=_CALLER)
-        arguments = InnerUpdate.match(updates, params, leaves)
+        arguments = MatchedArguments.match(updates, params, leaves)
         _warn_unless_narrow(leaves)
         wide = list(map(_widen, leaves.values))
 

@@ -9,16 +9,6 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._arguments import check_whole_number
-from optax_mp._context import (
-    Choice,
-    Plan,
-    Transformation,
-    context_of,
-    without_context,
-)
-from optax_mp._descriptions import place_like_params, spread_shardings
-from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._memory import (
     HOST_KIND,
@@ -26,14 +16,25 @@ from optax_mp._jax._memory import (
     bytes_on_device,
     is_on_host,
     kinds_of_memory,
-    name_memory,
     to_host,
+    with_explicit_memory_kind,
 )
 from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
-from optax_mp._states import Path
-from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
 from optax_mp.devices._state_shardings import like_params
+from optax_mp.trees._copies import copy_shared
+from optax_mp.trees._descriptions import place_like_params, spread_shardings
+from optax_mp.trees._states import Path
+from optax_mp.trees._tree import describe, is_array, spell
+from optax_mp.wrappers._arguments import check_whole_number
+from optax_mp.wrappers._context import (
+    Choice,
+    Plan,
+    Transformation,
+    context_of,
+    without_context,
+)
+from optax_mp.wrappers._inner import as_transformation
 
 _CALLER = "offload"
 
@@ -240,7 +241,7 @@ def _init(inner: Any, params: Any, plan: Plan) -> Any:
 
     groups = _groups(traced.closed.out_avals, plan)
     state = compute_in_groups(traced, groups, lambda x: _on_host(x, plan.min_size))
-    state = jax.tree.map(name_memory, state)
+    state = jax.tree.map(with_explicit_memory_kind, state)
     # `jit` does not copy arrays that it hands on as they are.
     return copy_shared(state, params)
 

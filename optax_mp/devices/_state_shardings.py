@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from optax_mp._descriptions import describe_state
-from optax_mp._inner import as_transformation
-from optax_mp._states import find_owners
-from optax_mp._tree import PyTree, describe, is_array, spell, spread_prefix
+from optax_mp.trees._descriptions import describe_state
+from optax_mp.trees._states import find_owners
+from optax_mp.trees._tree import PyTree, describe, is_array, spell, spread_prefix
+from optax_mp.wrappers._inner import as_transformation
 
 _CALLER = "state_shardings"
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import bits, floating_dtype
 from optax_mp._jax._arrays import gather_equal
 from optax_mp._jax._contact import varying_axes
-from optax_mp._tree import PyTree, describe, is_floating, spell
+from optax_mp.trees._tree import PyTree, describe, is_floating, spell
 
 _CALLER = "sum_gradients"
 

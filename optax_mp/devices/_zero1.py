@@ -13,22 +13,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_given_params
-from optax_mp._context import (
-    PartStep,
-    Transformation,
-    update_by_engine,
-    with_context,
-)
-from optax_mp._descriptions import fill_spec, place_like_params
 from optax_mp._dtypes import bits
-from optax_mp._inner import as_transformation, update_inner
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
 from optax_mp._jax._traced import TracedCall, is_dynamic
-from optax_mp._leaves import Leaves, is_absent
-from optax_mp._states import Path, find_owners
-from optax_mp._tree import PyTree, describe, ends_in, is_floating, spell
 from optax_mp._warnings import warn
 from optax_mp.devices._cut import (
     Cut,
@@ -41,6 +29,18 @@ from optax_mp.devices._cut import (
 )
 from optax_mp.devices._state_shardings import like_params
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
+from optax_mp.trees._descriptions import fill_spec, place_like_params
+from optax_mp.trees._leaves import Leaves, is_absent
+from optax_mp.trees._states import Path, find_owners
+from optax_mp.trees._tree import PyTree, describe, ends_in, is_floating, spell
+from optax_mp.wrappers._arguments import require_params
+from optax_mp.wrappers._context import (
+    PartStep,
+    Transformation,
+    update_by_engine,
+    with_context,
+)
+from optax_mp.wrappers._inner import as_transformation, update_inner
 
 _LARGE = 2**24  # bytes
 
@@ -150,7 +150,7 @@ def zero1(
     def in_parts(
         updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
     ) -> PartStep:
-        cuts = cuts_of(check_given_params(params, "zero1"))
+        cuts = cuts_of(require_params(params, "zero1"))
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:

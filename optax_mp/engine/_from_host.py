@@ -17,16 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._choose import select
-from optax_mp._context import Choice, Plan
 from optax_mp._jax._arrays import is_partitioned
 from optax_mp._jax._jaxpr import groups_with_common
 from optax_mp._jax._memory import (
-    bring,
     bytes_on_device,
     is_host_type,
     is_on_host,
     to_device,
+    to_device_tree,
     to_host,
 )
 from optax_mp._jax._traced import TracedCall
@@ -46,6 +44,8 @@ from optax_mp.engine._program import (
 )
 from optax_mp.engine._tails import ElementwiseTail, overwritten_by
 from optax_mp.engine._tailwise import TracedStep
+from optax_mp.wrappers._choose import select
+from optax_mp.wrappers._context import Choice, Plan
 
 
 def run_on_device(
@@ -55,7 +55,7 @@ def run_on_device(
 
     If `proceed` is false, arrays in host memory are what they were.
     """
-    on_device = bring(kept)
+    on_device = to_device_tree(kept)
     updates, new = step(inputs, on_device)
     if jax.tree.structure(new) != jax.tree.structure(kept):
         return updates, new

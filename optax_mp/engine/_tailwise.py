@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from optax_mp._context import may_hold_codes
 from optax_mp._jax._arrays import compiles, is_traced, mesh_in_type
 from optax_mp._jax._contact import is_seen, is_traced_by_jit
 from optax_mp._jax._control_flow import STEP
@@ -48,6 +47,7 @@ from optax_mp.engine._program import (
 )
 from optax_mp.engine._proof import NOT_PROVED, PROVED, proof_of
 from optax_mp.engine._tails import NO_LOW_BITS, ElementwiseTail, split_tails
+from optax_mp.wrappers._context import may_hold_codes
 
 TRANSFORMED = "within `vmap` or `grad`"
 

@@ -7,16 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_nesting, check_state_first
-from optax_mp._boxes import plain_trees
 from optax_mp._dtypes import round_to
-from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
-from optax_mp._jax._memory import bring, put_beside
-from optax_mp._jax._sharding import reshard_beside
-from optax_mp._leaves import Leaves, is_absent
-from optax_mp._states import check_classes, find_states, map_states
-from optax_mp._tree import describe, in_float32, is_floating, spell
+from optax_mp._jax._memory import to_device_tree, with_memory_of
+from optax_mp._jax._sharding import with_sharding_of
 from optax_mp.masters._settings import check_shape
 from optax_mp.masters._step import follow_edits
 from optax_mp.masters._storage import (
@@ -25,6 +19,13 @@ from optax_mp.masters._storage import (
     list_taken_dtypes,
     storage_of,
 )
+from optax_mp.trees._boxes import plain_trees
+from optax_mp.trees._copies import copy_shared
+from optax_mp.trees._leaves import Leaves, is_absent
+from optax_mp.trees._states import check_classes, find_states, map_states
+from optax_mp.trees._tree import describe, in_float32, is_floating, spell
+from optax_mp.wrappers._arguments import check_state_first
+from optax_mp.wrappers._nesting import check_nesting
 
 
 def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
@@ -236,8 +237,8 @@ def map_masters(
             new = change(i, storage, old)
             if new is not None:
                 # As `zero1` shards what is stored, and not the params.
-                pair = (reshard_beside(x, stored) for x in (new, params.values[i]))
-                new_stored[i] = put_beside(storage.encode(*pair), stored)
+                pair = (with_sharding_of(x, stored) for x in (new, params.values[i]))
+                new_stored[i] = with_memory_of(storage.encode(*pair), stored)
         # Of its own structure: one `MaskedNode` may stand for a branch of params.
         master_params = jax.tree.map(
             lambda old, new: old if is_absent(old) else new,
@@ -280,7 +281,7 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
             "them with `Policy.cast_to_param` or `optax_mp.cast_floating`."
         )
     check_shape(where, param, stored, storage)
-    return storage.decode(bring(stored), reshard_beside(param, stored))
+    return storage.decode(to_device_tree(stored), with_sharding_of(param, stored))
 
 
 def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:

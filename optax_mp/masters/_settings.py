@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._arguments import check_own_state
 from optax_mp._dtypes import bits, check_available, floating_dtype
-from optax_mp._leaves import is_absent
 from optax_mp._policy import DTypeRule, read_param_dtype
-from optax_mp._tree import describe, ends_in, is_floating, spell
 from optax_mp.masters._storage import (
     MixedPrecisionState,
     Storage,
     check_storage,
     storage_of,
 )
+from optax_mp.trees._leaves import is_absent
+from optax_mp.trees._tree import describe, ends_in, is_floating, spell
+from optax_mp.wrappers._arguments import check_own_state
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._arguments import check_given_params
 from optax_mp._dtypes import (
     at_least_float32,
     bits,
@@ -17,11 +16,12 @@ from optax_mp._dtypes import (
     round_to,
     saturating_cast,
 )
-from optax_mp._inner import InnerUpdate, as_inner_param
-from optax_mp._leaves import ABSENT, Leaves
-from optax_mp._tree import is_floating
 from optax_mp.masters._settings import Settings
 from optax_mp.masters._storage import as_own_arrays
+from optax_mp.trees._leaves import ABSENT, Leaves
+from optax_mp.trees._tree import is_floating
+from optax_mp.wrappers._arguments import require_params
+from optax_mp.wrappers._inner import MatchedArguments, as_inner_param
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Step:
         settings: the settings of the transformation.
     """
 
-    arguments: InnerUpdate
+    arguments: MatchedArguments
     stored: Sequence[Any]
     settings: Settings
 
     @classmethod
     def match(cls, updates: Any, state: Any, params: Any, settings: Settings) -> "Step":
         """Return the step of an `update` with these arguments."""
-        check_given_params(params, "mixed_precision")
+        require_params(params, "mixed_precision")
         settings.check_dtypes()
         settings.check_state(state)
         leaves = Leaves.of(params, caller="mixed_precision")
@@ -49,7 +49,7 @@ class Step:
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
         for path, param, x in zip(leaves.paths, leaves.values, stored, strict=True):
             settings.check_param(path, param, x)
-        return cls(InnerUpdate.match(updates, params, leaves), stored, settings)
+        return cls(MatchedArguments.match(updates, params, leaves), stored, settings)
 
     def _decode(self, last_exact: jax.Array | None) -> list[Any]:
         """Return what `inner` sees: masters, and params that are their own master.

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._dtypes import bits
-from optax_mp._inner import copy_shared
-from optax_mp._leaves import Leaves, is_absent
-from optax_mp._quantized import type_with
-from optax_mp._states import inner_field
-from optax_mp._tree import (
+from optax_mp._warnings import warn
+from optax_mp.trees._copies import copy_shared
+from optax_mp.trees._leaves import Leaves, is_absent
+from optax_mp.trees._states import inner_field
+from optax_mp.trees._tree import (
     PyTree,
     describe,
     ends_in,
@@ -27,7 +27,7 @@ from optax_mp._tree import (
     is_inexact,
     spell,
 )
-from optax_mp._warnings import warn
+from optax_mp.trees._typed import type_with
 
 # The hash, because a storage becomes part of the state's type.
 _MEMBERS = ("takes", "encode", "decode", "advance", "param_is_part", "__hash__")

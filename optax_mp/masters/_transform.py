@@ -9,18 +9,11 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from optax_mp._choose import choose_step
-from optax_mp._context import Transformation
-from optax_mp._descriptions import place_like_params
 from optax_mp._dtypes import bits, round_to
-from optax_mp._inner import as_inner_param, as_transformation, copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._traced import TracedCall, is_dynamic
-from optax_mp._leaves import Leaves, is_absent
 from optax_mp._policy import DeclaredDType, Policy, warn_unmatched_patterns
-from optax_mp._states import find_states
-from optax_mp._tree import describe, spell
 from optax_mp._warnings import warn
 from optax_mp.masters._settings import Settings
 from optax_mp.masters._step import Step
@@ -34,6 +27,14 @@ from optax_mp.masters._storage import (
     warn_unless_stored,
 )
 from optax_mp.scaling._unscale import is_unmarked, warn_unless_counted
+from optax_mp.trees._copies import copy_shared
+from optax_mp.trees._descriptions import place_like_params
+from optax_mp.trees._leaves import Leaves, is_absent
+from optax_mp.trees._states import find_states
+from optax_mp.trees._tree import describe, spell
+from optax_mp.wrappers._choose import choose_step
+from optax_mp.wrappers._context import Transformation
+from optax_mp.wrappers._inner import as_inner_param, as_transformation
 
 _CALLER = "mixed_precision"
 UpdateDType = DTypeLike | Literal["params", "grads"] | None

@@ -9,17 +9,17 @@ import numpy as np
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._arguments import check_state_first
-from optax_mp._boxes import plain
 from optax_mp._dtypes import bits
 from optax_mp._jax._dataflow import Origin, derivative_calls, origins
-from optax_mp._jax._memory import bring
-from optax_mp._states import find_states
-from optax_mp._tree import describe, in_float32, is_array, only_inexact, spell
+from optax_mp._jax._memory import to_device_tree
 from optax_mp._warnings import count_event, warn
 from optax_mp.release._layers import is_released
 from optax_mp.release._scan import layer_at
 from optax_mp.scaling._state import LossScaleState
+from optax_mp.trees._boxes import plain
+from optax_mp.trees._states import find_states
+from optax_mp.trees._tree import describe, in_float32, is_array, only_inexact, spell
+from optax_mp.wrappers._arguments import check_state_first
 
 CALLER = "release_gradients"
 
@@ -126,7 +126,7 @@ def _trace_update(tx: Any, opt_state: Any, layers: Any) -> tuple[Any, Any]:
     def update(opt_state: Any, layers: Any) -> Any:
         weights = layer_at(layers, 0)
         grads, state = in_float32(only_inexact(weights)), layer_at(opt_state, 0)
-        return tx.update(grads, bring(state), weights)
+        return tx.update(grads, to_device_tree(state), weights)
 
     try:
         return jax.make_jaxpr(update, return_shape=True)(opt_state, layers)

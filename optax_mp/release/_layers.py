@@ -17,7 +17,13 @@ from jax import lax
 
 from optax_mp._jax._experimental import with_major_to_minor
 from optax_mp._take_step import take_step
-from optax_mp._tree import all_finite, in_float32, is_inexact, is_key, only_inexact
+from optax_mp.trees._tree import (
+    all_finite,
+    in_float32,
+    is_inexact,
+    is_key,
+    only_inexact,
+)
 
 
 @dataclass(eq=False)

@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_mp._descriptions import spread_shardings
-from optax_mp._inner import as_transformation
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._traced import TracedCall
-from optax_mp._tree import in_float32, is_array, summarize
 from optax_mp.release._checks import (
     check_layers,
     check_optimizer,
@@ -33,6 +30,9 @@ from optax_mp.release._layers import (
 )
 from optax_mp.scaling._gradients import differentiate
 from optax_mp.scaling._rule import check_number
+from optax_mp.trees._descriptions import spread_shardings
+from optax_mp.trees._tree import in_float32, is_array, summarize
+from optax_mp.wrappers._inner import as_transformation
 
 Loss = Callable[..., Any]
 _CALLER = "release_gradients"

@@ -12,15 +12,15 @@ from jax import lax
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._contact import is_traced_by_jit
 from optax_mp._jax._jaxpr import evaluate
-from optax_mp._jax._memory import bring, put_beside
+from optax_mp._jax._memory import to_device_tree, with_memory_of
 from optax_mp._jax._traced import TracedCall
-from optax_mp._tree import only_inexact
 from optax_mp.release._layers import (
     ReleasedLayers,
     ReleasedStack,
     as_floats,
     is_released,
 )
+from optax_mp.trees._tree import only_inexact
 
 
 def scan_layers(
@@ -148,7 +148,7 @@ def layer_at(tree: Any, index: Any) -> Any:
 def _with_layer(tree: Any, new: Any, index: Any) -> Any:
     """Return stacked arrays with other ones of one layer, in the memory they are in."""
     # In host memory, XLA takes no array that a reshape makes.
-    new = put_beside(jax.tree.map(lambda x: x[None], new), tree)
+    new = with_memory_of(jax.tree.map(lambda x: x[None], new), tree)
     return jax.tree.map(
         lambda x, y: lax.dynamic_update_slice_in_dim(x, y, index, 0), tree, new
     )
@@ -227,7 +227,12 @@ class _Loop:
                 saved, (used, others, *consts), (after, of_outputs)
             )
             stepped = map(
-                ReleasedStack.step, stacks, grads, bring(own_states), weights, factors
+                ReleasedStack.step,
+                stacks,
+                grads,
+                to_device_tree(own_states),
+                weights,
+                factors,
             )
             new = tuple(map(list, zip(*stepped, strict=True)))
             # Layers and states are carried, and so overwritten in place: as outputs of

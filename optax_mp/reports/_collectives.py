@@ -15,7 +15,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._sharding import axis_names, shard_count
 from optax_mp._table import Report, Table
-from optax_mp._tree import spell, summarize
+from optax_mp.trees._tree import spell, summarize
 
 # Patterns of a program's text.
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", re.M | re.S)

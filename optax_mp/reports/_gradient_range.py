@@ -13,13 +13,13 @@ from jax import lax
 from jax.tree_util import register_dataclass, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_mp._boxes import plain
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import is_traced
 from optax_mp._table import axes_or_new, percent
-from optax_mp._tree import PyTree, is_floating, spell
 from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves, share
 from optax_mp.scaling._rule import check_settings
+from optax_mp.trees._boxes import plain
+from optax_mp.trees._tree import PyTree, is_floating, spell
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 # The exponent of a float32 begins at this bit.

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_mp._jax._arrays import is_traced, mesh_in_type
 from optax_mp._table import Report, Table, percent
-from optax_mp._tree import describe
+from optax_mp.trees._tree import describe
 
 _MOST_VALUES = 2**32 - 1  # A uint32 can count no more.
 

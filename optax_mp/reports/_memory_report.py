@@ -9,15 +9,22 @@ from typing import Any
 import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
-from optax_mp._arguments import check_state_first
-from optax_mp._boxes import plain_trees
 from optax_mp._dtypes import bits
 from optax_mp._jax._memory import is_stored_on_host
-from optax_mp._quantized import Quantized
-from optax_mp._states import Path, find_owners, find_states, holds_state
 from optax_mp._table import Report, Table, axes_or_new, format_bytes
-from optax_mp._tree import PyTree, describe, is_array, is_floating, spell, summarize
 from optax_mp.masters._storage import MixedPrecisionState
+from optax_mp.trees._boxes import plain_trees
+from optax_mp.trees._quantized import Quantized
+from optax_mp.trees._states import Path, find_owners, find_states, holds_state
+from optax_mp.trees._tree import (
+    PyTree,
+    describe,
+    is_array,
+    is_floating,
+    spell,
+    summarize,
+)
+from optax_mp.wrappers._arguments import check_state_first
 
 _PARAMS, _REST = "params", "rest"
 _SCALES = {"scales": "block scales", "shifts": "column scales"}

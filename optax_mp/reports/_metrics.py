@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
-from optax_mp._arguments import check_opt_state, warn_unless_state
-from optax_mp._boxes import plain
-from optax_mp._inner import copy_shared
-from optax_mp._states import Path, check_classes, find_states
-from optax_mp._tree import PyTree, is_array
 from optax_mp.scaling._state import LossScaleState
+from optax_mp.trees._boxes import plain
+from optax_mp.trees._copies import copy_shared
+from optax_mp.trees._states import Path, check_classes, find_states
+from optax_mp.trees._tree import PyTree, is_array
+from optax_mp.wrappers._arguments import check_opt_state, warn_unless_state
 
 # Fields in which optax's states, and ours, count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")

@@ -15,13 +15,13 @@ from optax_mp._jax._contact import is_transposed
 from optax_mp._jax._jaxpr import ClosedJaxpr, any_equation, evaluate
 from optax_mp._jax._traced import TracedCall, explain_carry_error, is_dynamic, is_output
 from optax_mp._table import Report, Table, percent
-from optax_mp._tree import is_inexact
 from optax_mp.autocast._changes import pure_call
 from optax_mp.reports._precision_walk import (
     PrecisionProduct,
     Walk,
     cause_of_input,
 )
+from optax_mp.trees._tree import is_inexact
 
 # JAX's message on operands that it does not promote.
 _MIXED_OPERANDS = re.compile(r"arguments to have the same dtypes, got (\w+), (\w+)\.")

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._descriptions import named_sharding
 from optax_mp._table import Report, Table
 from optax_mp._take_step import bind_step
-from optax_mp._tree import is_array, spell
+from optax_mp.trees._descriptions import named_sharding
+from optax_mp.trees._tree import is_array, spell
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from jax import lax
 from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
-from optax_mp._boxes import plain
 from optax_mp._dtypes import at_least_float32, bits, floating_dtype, round_to
-from optax_mp._leaves import Leaves
 from optax_mp._table import percent
-from optax_mp._tree import describe, is_floating, spell
 from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves
+from optax_mp.trees._boxes import plain
+from optax_mp.trees._leaves import Leaves
+from optax_mp.trees._tree import describe, is_floating, spell
 
 _CALLER = "update_report"
 _BINS = _ZERO, _STALLED, _MOVED, _NOT_FINITE = range(4)

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_state_first
-from optax_mp._boxes import plain
-from optax_mp._tree import (
+from optax_mp._warnings import Event, count_event, event_counts, is_loss_scaled, warn
+from optax_mp.scaling._state import loss_scale_state
+from optax_mp.scaling._unscale import multiply
+from optax_mp.trees._boxes import plain
+from optax_mp.trees._tree import (
     as_array,
     describe,
     in_float32,
@@ -22,9 +24,7 @@ from optax_mp._tree import (
     only_inexact,
     summarize,
 )
-from optax_mp._warnings import Event, count_event, event_counts, is_loss_scaled, warn
-from optax_mp.scaling._state import loss_scale_state
-from optax_mp.scaling._unscale import multiply
+from optax_mp.wrappers._arguments import check_state_first
 
 
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:

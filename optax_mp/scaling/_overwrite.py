@@ -13,11 +13,11 @@ import optax
 from jax import lax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path, tree_map_with_path
 
-from optax_mp._arguments import check_given_params
 from optax_mp._dtypes import at_least_float32, difference
-from optax_mp._leaves import Leaves
-from optax_mp._tree import PyTree, is_floating
 from optax_mp._warnings import warn
+from optax_mp.trees._leaves import Leaves
+from optax_mp.trees._tree import PyTree, is_floating
+from optax_mp.wrappers._arguments import require_params
 
 # The collection of these leaves, `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`.
 _COLLECTION = "_overwrite_with_gradient"
@@ -59,7 +59,7 @@ def update_overwritten(
         return updates
     leaves = Leaves.of(grads, caller=caller, name="the gradients")
     filled = leaves.match(updates, "the updates of `inner`")
-    params = leaves.match(check_given_params(params, caller), "`params`")
+    params = leaves.match(require_params(params, caller), "`params`")
     for i, path in enumerate(leaves.paths):
         if _is_overwritten(path):
             filled[i] = change_to(leaves.values[i], params[i])

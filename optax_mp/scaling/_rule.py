@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._tree import describe, is_array
+from optax_mp.trees._tree import describe, is_array
 
 # Between these both a scale and its reciprocal are normal float32 numbers: CPUs flush
 # smaller ones to zero.

@@ -8,15 +8,16 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
-from optax_mp._arguments import check_nesting, check_opt_state, warn_unless_state
-from optax_mp._boxes import plain, plain_trees
-from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
-from optax_mp._leaves import is_absent
-from optax_mp._states import check_classes, find_states, inner_field
-from optax_mp._tree import describe, is_array, is_floating, nonfinite_paths, spell
 from optax_mp._warnings import event_counts, is_loss_scaled, warn
 from optax_mp.scaling._rule import check_number
+from optax_mp.trees._boxes import plain, plain_trees
+from optax_mp.trees._copies import copy_shared
+from optax_mp.trees._leaves import is_absent
+from optax_mp.trees._states import check_classes, find_states, inner_field
+from optax_mp.trees._tree import describe, is_array, is_floating, nonfinite_paths, spell
+from optax_mp.wrappers._arguments import check_opt_state, warn_unless_state
+from optax_mp.wrappers._nesting import check_nesting
 
 # A param of this size is a sign that training has diverged: float16 ends at 65504.
 _LARGE_PARAM = 1e4

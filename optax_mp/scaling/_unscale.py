@@ -20,16 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_mp._choose import or_negative_zeros
-from optax_mp._context import Choice, context_of
 from optax_mp._dtypes import at_least_float32, bits
 from optax_mp._jax._contact import varies_by_rank
-from optax_mp._leaves import is_absent
-from optax_mp._states import find_states
-from optax_mp._tree import PyTree, all_true, is_inexact, leaf_finite
 from optax_mp._warnings import warn
 from optax_mp.scaling._overwrite import hide_overwritten
 from optax_mp.scaling._state import LossScaleState
+from optax_mp.trees._leaves import is_absent
+from optax_mp.trees._states import find_states
+from optax_mp.trees._tree import PyTree, all_true, is_inexact, leaf_finite
+from optax_mp.wrappers._choose import or_negative_zeros
+from optax_mp.wrappers._context import Choice, context_of
 
 # In the place of an index, where all leaves are finite. Larger than any index, so that
 # the minimum over leaves, and over ranks, is the first leaf that is not.

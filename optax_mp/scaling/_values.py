@@ -11,7 +11,6 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._tree import PyTree, all_finite, describe, in_float32
 from optax_mp._warnings import count_event
 from optax_mp.scaling._gradients import check_function, differentiate
 from optax_mp.scaling._rule import (
@@ -22,6 +21,7 @@ from optax_mp.scaling._rule import (
     check_settings,
 )
 from optax_mp.scaling._unscale import divide, multiply
+from optax_mp.trees._tree import PyTree, all_finite, describe, in_float32
 
 # What each field is cast to.
 _CASTS: dict[str, Callable[[Any], Any]] = {

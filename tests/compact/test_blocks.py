@@ -17,7 +17,6 @@ from reference import (
     shift_layout,
 )
 
-from optax_mp._quantized import Code
 from optax_mp.compact import _blocks
 from optax_mp.compact._blocks import (
     choose_blocks,
@@ -26,6 +25,7 @@ from optax_mp.compact._blocks import (
     quantize,
 )
 from optax_mp.compact._random_numbers import rounding_keys
+from optax_mp.trees._quantized import Code
 
 EVERY_FORM = pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
 

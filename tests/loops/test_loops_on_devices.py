@@ -15,8 +15,8 @@ from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp._quantized import Code
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
+from optax_mp.trees._quantized import Code
 
 nnx = recent_nnx()
 nn = pytest.importorskip("flax.linen")

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from optax_mp._boxes import Divides
 from optax_mp._jax._arrays import spec_in_type
 from optax_mp._jax._contact import is_traced_by_jit, varies_by_rank
 from optax_mp._jax._dataflow import asked_shardings
 from optax_mp._jax._memory import HOST_KIND, is_host_type, is_on_host
 from optax_mp._jax._sharding import entries_of, fits_blocks, place_like
 from optax_mp._jax._traced import TracedCall
-from optax_mp._states import find_owners
-from optax_mp._tree import PyTree, ends_in, is_array, spread_prefix
+from optax_mp.trees._boxes import Divides
+from optax_mp.trees._states import find_owners
+from optax_mp.trees._tree import PyTree, ends_in, is_array, spread_prefix
 
 
 def place_like_params(state: PyTree, params: PyTree) -> PyTree:

@@ -11,13 +11,20 @@ import optax
 from jax import lax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._choose import choose_on_host
-from optax_mp._context import Transformation, context_of, without_context
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall
-from optax_mp._leaves import ABSENT, Leaves
-from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
 from optax_mp._warnings import warn
+from optax_mp.trees._leaves import ABSENT, Leaves
+from optax_mp.trees._tree import (
+    PyTree,
+    describe,
+    is_array,
+    is_floating,
+    is_inexact,
+    spell,
+)
+from optax_mp.wrappers._choose import choose_on_host
+from optax_mp.wrappers._context import Transformation, context_of, without_context
 
 
 def as_transformation(
@@ -55,7 +62,7 @@ def as_inner_param(param: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class InnerUpdate:
+class MatchedArguments:
     """The arguments of an `update`, matched leaf by leaf and checked.
 
     Attributes:
@@ -69,7 +76,7 @@ class InnerUpdate:
     is_lookahead: bool
 
     @classmethod
-    def match(cls, grads: Any, params: Any, leaves: Leaves) -> "InnerUpdate":
+    def match(cls, grads: Any, params: Any, leaves: Leaves) -> "MatchedArguments":
         """Return the arguments of an `update`, or raise; `leaves` are of `params`."""
         # `optax.lookahead` passes a fast and a slow copy of the params, and gradients
         # of the fast one. Here both get them, so that every param has a gradient.
@@ -311,24 +318,3 @@ def _difference_to_own(
             "Call `init` again, or convert it with `optax_mp.convert_opt_state`."
         )
     return None
-
-
-def copy_shared(state: PyTree, others: PyTree) -> PyTree:
-    """Copy each array of `state` that `others` or another of its leaves also holds.
-
-    Then all can be donated. Some optimizers keep the params given to `init`, or
-    the same zeros in two places. Under `jit` a copy costs nothing. Arrays of weak types
-    are copied as well, with a strong one.
-    """
-    seen = {id(leaf) for leaf in jax.tree.leaves(others)}
-
-    def copy_if_seen(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):  # NumPy arrays cannot be donated.
-            return leaf
-        # A weak type would become a strong one at the first step.
-        if id(leaf) in seen or getattr(leaf, "weak_type", False):
-            leaf = jnp.array(leaf, leaf.dtype, copy=True)
-        seen.add(id(leaf))
-        return leaf
-
-    return jax.tree.map(copy_if_seen, state)

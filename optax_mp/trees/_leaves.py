@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.tree_util import DictKey, SequenceKey, all_leaves, tree_flatten_with_path
 
-from optax_mp._boxes import (
+from optax_mp.trees._boxes import (
     content_of,
     flatten_slots,
     is_box,
@@ -21,7 +21,14 @@ from optax_mp._boxes import (
     put,
     put_resized,
 )
-from optax_mp._tree import PyTree, as_array, describe, is_array, is_floating, spell
+from optax_mp.trees._tree import (
+    PyTree,
+    as_array,
+    describe,
+    is_array,
+    is_floating,
+    spell,
+)
 
 # The types of nodes that stand for nothing, and the keys of dicts and sequences.
 ABSENT = (type(None), optax.MaskedNode)

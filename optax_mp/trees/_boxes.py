@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, SequenceKey, all_leaves, tree_flatten_with_path
 
-from optax_mp._tree import PyTree, is_array
+from optax_mp.trees._tree import PyTree, is_array
 
 # Decides whether an axis of a new length keeps its name, if that means a mesh axis.
 Divides = Callable[[Any, int], bool]

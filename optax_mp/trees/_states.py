@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax.tree_util import all_leaves
 
-from optax_mp._boxes import flatten_slots, is_box, one_level, unbox
-from optax_mp._leaves import contents_of
-from optax_mp._quantized import is_quantized
-from optax_mp._tree import PyTree, ends_in
+from optax_mp.trees._boxes import flatten_slots, is_box, one_level, unbox
+from optax_mp.trees._leaves import contents_of
+from optax_mp.trees._quantized import is_quantized
+from optax_mp.trees._tree import PyTree, ends_in
 
 Path = tuple[Any, ...]
 Kind = type | tuple[type, ...]
