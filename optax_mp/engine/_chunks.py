@@ -51,7 +51,7 @@ class Chunk(Evaluator):
     """A chunk of the arrays of a part, along one axis of a view of them.
 
     Attributes:
-        view: the shape in which its arrays are seen. The last axis is cut if it is the
+        view: the shape that its arrays are seen as. The last axis is cut if it is the
             only one.
         axis: the axis that is cut.
         length: how many indices along it a chunk has.

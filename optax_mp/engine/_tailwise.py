@@ -201,7 +201,7 @@ def run_step(
     if traced.obstacle is None:
         rewrite = partial(_rewrite, traced, platforms)
         run = partial(call_by_platform, rewrite=rewrite)
-    # What was traced, and not `step` again: nested wrappers would double their traces.
+    # Not `step` again, but the traced program: nested wrappers would double traces.
     return call.unflatten(evaluate(call.closed, call.arrays, run)), traced.obstacle
 
 
