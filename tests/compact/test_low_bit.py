@@ -34,14 +34,7 @@ FORMS = {
     "16 bits": {"bits": 16},
     "bfloat16": {"dtype": jnp.bfloat16},
 }
-DISTINCT = (
-    "adamw",
-    "sgd",
-    "lion",
-    "rmsprop",
-    "adafactor, unfactored",
-    "muon",
-)
+DISTINCT = "adamw", "lion", "rmsprop", "muon"
 
 
 def low_bit(name, **settings):
@@ -284,8 +277,8 @@ LIKE_OTHERS |= {"adam", "adamaxw", "nadamw", "optimistic_adam", "schedule_free"}
 TRAINS = [
     (name, form)
     for name in EVERY
-    for form in ("8 bits", "16 bits", "bfloat16")
-    if (form == "8 bits" and name not in LIKE_OTHERS) or name in ("adamw", "lion")
+    for form in FORMS
+    if (form == "8 bits" and name not in LIKE_OTHERS) or name == "adamw"
 ]
 
 
@@ -300,7 +293,7 @@ def test_it_trains_as_the_bare_optimizer(name, form):
 # that come by another way: sizes of gradients that differ by 10^4 within a block.
 @mostly_slow(
     "name",
-    "adam rmsprop yogi momo_adam sam sophia adopt".split(),
+    "adam momo_adam sophia adopt".split(),
     lambda name: name == "momo_adam",
 )
 def test_small_second_moments_in_a_block_do_not_blow_the_step_up(name):
@@ -442,13 +435,9 @@ def base(**settings):
 
 
 NESTED = {
-    "FullCopy": lambda: optax_mp.mixed_precision(base()),
-    "Split(16)": lambda: optax_mp.mixed_precision(base(), storage=optax_mp.Split(16)),
-    "Split(8)": lambda: optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)),
     "a loss scale around mixed": lambda: optax_mp.dynamic_loss_scale(
         optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)), init_scale=1.0
     ),
-    "chain outside": lambda: optax.chain(optax.clip_by_global_norm(1e3), base()),
     "partition inside": lambda: low_bit_state(
         optax.partition(
             {"a": optax.adamw(1e-2), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}
@@ -467,8 +456,7 @@ def as_transformation(tx):
 @pytest.mark.parametrize("nesting", NESTED)
 def test_nested_it_stays_stable_and_follows_float32(nesting):
     tx = as_transformation(NESTED[nesting]())
-    low = "mixed" in nesting or nesting.startswith(("Full", "Split"))
-    params = example("bfloat16" if low else "float32")
+    params = example("bfloat16" if "mixed" in nesting else "float32")
     state = tx.init(params)
     assert kinds(state)["mu['w']"] == "int8"
     assert kinds(state)["nu['w']"] == "uint8" or "outside" in nesting

@@ -81,7 +81,7 @@ FORMS = {
     "float16": lambda: compact(ADAMW()),
 }
 # Of those that have codes, what differs most.
-CUT = sorted(DISTINCT | {"adagrad", "adan", "amsgrad", "prodigy", "rprop", "sm3"})
+CUT = sorted(DISTINCT - {"noisy_sgd"} | {"adan", "rprop", "sm3"})
 ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16"}
 ON_GPUS |= {"MultiSteps", "booleans"}
 # How many codes may differ, where it is more than one in a thousand: each step computes
@@ -175,7 +175,7 @@ def as_by_update(form, shapes):
     return tx, trained(exactly(by_update, tx), tx, 2, shapes, dtype_of(form))
 
 
-@mostly_slow("name", CUT, lambda name: name == "adamw")
+@mostly_slow("name", CUT, "lion".__eq__)
 def test_a_step_is_that_of_optax_bit_for_bit(name):
     tx = optax.with_extra_args_support(compact(OPTIMIZERS[name]()))
     params = example_params("bfloat16", name)
@@ -214,8 +214,8 @@ def test_a_plain_step_is_that_of_optax_bit_for_bit(dtype):
         for platform in KERNELS
         for shapes in (SHAPES[:4:2], SHAPES)
         if form == "5.1 bytes" or shapes != SHAPES
-        # Not of float16 on a TPU, and of GPUs what its kernels alone have.
-        if (form != "float16" if platform == "tpu" else form in ON_GPUS)
+        # What both have, on one of them.
+        if form == "5.1 bytes" or (platform == "cuda") == (form in ON_GPUS)
     ],
     lambda form, platform, shapes: form == "5.1 bytes" and shapes != SHAPES,
 )
@@ -294,6 +294,14 @@ def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened():
 
 # Rows left over, of a group of each device; more axes; rows that groups do not divide;
 # one axis; a small one.
+IN_CHUNKS = [
+    "blocks of 128",
+    "stochastic rounding",
+    "MultiSteps",
+    "booleans",
+    "float16",
+]
+IN_CHUNKS += ["split", "muon", "madgrad"]
 CHUNKED = [(1096, 520), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
 
 
@@ -301,7 +309,7 @@ CHUNKED = [(1096, 520), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
 @pytest.mark.filterwarnings("ignore:low_bit_state. 0% of the:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "device_count"), [("5.1 bytes", 8), *((form, 1) for form in FORMS)]
+    ("form", "device_count"), [("5.1 bytes", 8), *((form, 1) for form in IN_CHUNKS)]
 )
 def test_chunks_do_the_same(form, device_count, monkeypatch):
     tx, ran = FORMS[form](), []
@@ -330,7 +338,8 @@ SHARDED = {(256, 512): ("a", "b"), (256, 4, 64): ("b", "a")}
     ("platform", "shape", "way"),
     [
         ("cuda", (256, 512), "kernel"),
-        *(("tpu", shape, way) for shape in SHARDED for way in ("kernel", "chunks")),
+        ("tpu", (256, 512), "kernel"),
+        *(("tpu", shape, "chunks") for shape in SHARDED),
     ],
     lambda platform, shape, way: way == "chunks" and len(shape) == 3,
 )
@@ -439,15 +448,15 @@ def test_an_update_has_kernels_on_a_tpu_alone():
 
     But for branches, between which XLA writes more, and for shifts.
     """
-    shapes = ((256, 512), (256, 256))
+    shapes = ((64, 512),)
     for has_shifts in (False, True):
         tx = compact(ADAMW(), column_scales=has_shifts)
         form = optax_mp.dynamic_loss_scale(tx)
-        assert lowered(form, "tpu", shapes, by_update).count("tpu_custom_call") >= 2
+        assert lowered(form, "tpu", shapes, by_update).count("tpu_custom_call")
         assert ("triton" in lowered(form, "cuda", shapes, by_update)) == has_shifts
     multi_steps = FORMS["MultiSteps"]()
     for platform, call in CALLS.items():
-        assert lowered(multi_steps, platform, shapes, by_update).count(call) >= 2
+        assert call in lowered(multi_steps, platform, shapes, by_update)
     # Also in one of two branches.
     steps = optax.MultiSteps(FORMS["5.1 bytes"](), 2).gradient_transformation()
     assert "tpu_custom_call" in lowered(steps, "tpu", shapes, by_update)
@@ -481,7 +490,7 @@ def test_a_kernel_that_cannot_be_made_is_done_without(failing, warning, monkeypa
 
 def a_step(way=optax_mp.take_step):
     """Return a step of one leaf, its gradients, the state and the params."""
-    tx = FORMS["5.1 bytes"]()
+    tx = compact(optax.sgd(1e-2, 0.9))
     params, grads = (random_tree(seed, shapes=((64, 128),)) for seed in (0, 1))
     return functools.partial(way, tx), grads, tx.init(params), params
 
@@ -570,21 +579,6 @@ def rule(function):
 
     init = lambda params: optax.EmptyState()  # noqa: E731
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def after(inner, **extra):
-    """Return the bits of params and state after a jitted step, taken in all ways."""
-    tx = compact(optax.chain(optax.trace(0.9), inner))
-    params = random_tree(0, shapes=((64, 128),)) | {"b": jnp.float32(2)}
-    state = tx.init(params)
-
-    def run(way):
-        step = jax.jit(functools.partial(way, tx, **extra))
-        results = step(params, state, params)
-        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(results))
-        return as_bits(results)
-
-    return in_all_ways(run)
 
 
 def test_what_is_no_optimizer_is_named():
