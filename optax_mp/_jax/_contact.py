@@ -1,4 +1,4 @@
-"""What is known of JAX beyond its public API. Each fact is tested at its first use.
+"""Facts about JAX beyond its public API. Each fact is tested at its first use.
 
 A class that JAX does not export is learned from a tiny program, whatever its name. Code
 that reads a name or a text is first tried on a tiny program. That takes a few

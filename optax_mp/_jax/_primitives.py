@@ -26,7 +26,7 @@ from optax_mp._jax._jaxpr import Equation
 #
 # How amp runs it by default, in the words of `amp`'s docstring:
 #
-# - f32: exponentials, logarithms, and sums. Where the slope is steep, or many terms add
+# - f32: exponentials, logarithms, and sums. If the slope is steep, or many terms add
 #   up, 16 bits are too few.
 # - f32_if_f16: 256 squared overflows float16; bfloat16 has the range of float32.
 # - widest, own, low.

@@ -202,7 +202,7 @@ def _coded_with_shifts(
 # How columns are told apart. A column is as large as its largest share of a row: that
 # of an element in the largest of its block, only by exponents. A share is 1 at most,
 # so a value out of line makes no other column small, and rows of any size count alike.
-# Where all shares of a column are under a fourth, the values of the column in this
+# If all shares of a column are under a fourth, the values of the column in this
 # group of rows are coded times a power of two: one more than what is missing, because
 # the largest of many shares is more than usual. Between equal columns nothing is
 # shifted, so their codes are what they are without shifts.

@@ -38,7 +38,7 @@ from optax_mp._tree import describe, is_array, is_floating, spell
 
 
 class Uses(NamedTuple):
-    """What reads an array of a state.
+    """The readers of an array of a state.
 
     Attributes:
         in_product: a matrix product, as Muon's. (An inner product averages errors.)

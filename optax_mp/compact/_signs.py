@@ -26,7 +26,7 @@ from optax_mp._jax._primitives import HANDS_ON, KEEPS_SIGN, MOVES, NEVER_NEGATIV
 
 
 class Fact(NamedTuple):
-    """What is known of a value. Other values are named by their variables.
+    """The facts known of a value. Other values are named by their variables.
 
     Attributes:
         nonnegative: that no entry is negative.
@@ -46,7 +46,7 @@ class Fact(NamedTuple):
 
     @property
     def is_fraction(self) -> bool:
-        """Whether all entries are between 0 and 1."""
+        """True if all entries are between 0 and 1."""
         return self.nonnegative and self.at_most_one
 
 

@@ -234,7 +234,7 @@ def _copy_codes(
 
     Args:
         by_slice: returns it from `args`, on other platforms.
-        name: of the same among a TPU's kernels, which are imported for it alone.
+        name: of the same among a TPU's kernels, which are only imported for it.
         *args: arrays.
         **settings: further arguments of the kernel.
     """

@@ -179,7 +179,7 @@ def call_kernel(
         part: of its arrays.
         args: the values of what it reads.
         packs: whether all numbers are in two arrays, of int32 and float32, and not each
-            in one of its own.
+            in its own array.
     """
     given = dict(zip(tail.reads, map(jnp.asarray, args), strict=True))
     arrays = [value for value in given if value.aval.ndim]
