@@ -109,9 +109,7 @@ def test_codes_and_scales_are_those_of_the_reference(shape, dtype, block_size):
     ("shape", "scales"),
     [
         ((40, 256), (40, 8)),
-        ((512, 256), (512, 8)),
         ((50257, 768), (50257, 24)),
-        ((768, 50257), (768, 1571)),
         ((24, 2048, 8192), (24, 2048, 256)),
         ((4096, 128), (4096, 8)),  # 16 on each of 8 devices
         ((2048, 16, 128), (2048, 16, 8)),
@@ -119,13 +117,10 @@ def test_codes_and_scales_are_those_of_the_reference(shape, dtype, block_size):
         ((5, 7), (5, 1)),
         ((64, 31), (8, 31)),
         ((2880, 2880), (2880, 360)),
-        ((16, 5504), (16, 344)),
         ((32, 2080), (32, 80)),  # 26, the nearest to 32 that divides 260
         ((32, 264), (32, 8)),
         ((1024, 2056), (1024, 8)),  # 257, which is prime
-        ((3, 3, 32, 32), (3, 3, 32, 8)),
         ((100,), (4,)),  # 4 devices have 25 each
-        ((8, 8), (8, 8)),
         ((3,), (1,)),
     ],
     ids=str,
@@ -320,35 +315,24 @@ def test_shifts_are_those_of_the_reference(shape, dtype, axis):
     np.testing.assert_allclose(back, values, rtol=1e-6)
 
 
-# As models have them: GPT-2, Llama, Gemma, Qwen, BERT, ViT, ResNet, gpt-oss, in layers.
+# As models have them: GPT-2, Llama, Gemma, ResNet, gpt-oss, in layers.
 GROUPS = {
     (768, 2304): 32,
     (50257, 768): 128,  # no two devices share it, and the last group is short
-    (50304, 768): 16,
     (1600, 6400): 100,
-    (4096, 4096): 128,
     (11008, 4096): 32,
-    (128256, 4096): 32,
     (262208, 2560): 68,
-    (30522, 768): 128,
-    (197, 768): 128,
     (1000, 2048): 125,
     (7, 7, 3, 64): 3,
-    (3, 3, 64, 128): 64,
     (3, 3, 128, 128): 16,
-    (2880, 2880): 120,
-    (24, 768, 3072): 32,
     (24, 2880, 2880): 120,
     (64, 256): 64,
     (192, 512): 24,
     (4096, 96): 96,  # along the last axis
     (2056, 256): 128,  # nothing else divides
-    (32, 4096): 32,
-    (8, 4096): 8,  # all rows
-    (2, 4096): 2,
+    (2, 4096): 2,  # all rows
     (1, 4096): None,
     (4096,): None,
-    (1024, 16, 64): 64,  # along the last axis
     (4096, 16, 128): 16,
 }
 
