@@ -4,7 +4,7 @@ It imports nothing else of the package but its warnings.
 
 - `_contact`: names of classes and texts of programs in JAX, each tested at first use.
 - `_jaxpr`: read, run and trace jaxprs.
-- `_source`: the scopes and lines in which an equation is written.
+- `_source`: the scopes and lines where an equation is written.
 - `_primitives`: facts of each primitive, in one table; products and their FLOPs.
 - `_control_flow`: equations with jaxprs inside, which values go where in them, and
   searches along these. Add support for another one here.

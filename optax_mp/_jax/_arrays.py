@@ -68,7 +68,7 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
     # Inside of shard_map the type has the sharding of the whole array.
     if not mesh.explicit_axes or varies_by_rank(x):
         return None
-    # Types must name all axes over which arrays are sharded.
+    # Types must name all axes that arrays are sharded over.
     hidden = [n for axis, n in mesh.shape.items() if axis not in mesh.explicit_axes]
     return jax.typeof(x).sharding if all(n == 1 for n in hidden) else None
 

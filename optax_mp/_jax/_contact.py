@@ -1,4 +1,4 @@
-"""What is known of JAX beyond its public API. Each fact is tested at its first use.
+"""Facts about JAX beyond its public API. Each fact is tested at its first use.
 
 A class that JAX does not export is learned from a tiny program, whatever its name. Code
 that reads a name or a text is first tried on a tiny program. That takes a few
@@ -154,7 +154,7 @@ def _about_ranks(ask: Ask) -> bool:
 
 
 def _varying(aval: Any) -> dict[str, Any]:
-    """Return the axes over which arrays of a type vary, by JAX's name for these."""
+    """Return the axes that arrays of a type vary over, by JAX's name for these."""
     found = {name: getattr(aval, name, None) for name in reversed(_VARYING)}
     return dict([x for x in found.items() if x[1] is not None][-1:])
 
@@ -166,7 +166,7 @@ def _varying(aval: Any) -> dict[str, Any]:
     "`check_vma=False`",
 )
 def varying_axes(x: Any) -> frozenset[Any]:
-    """Return the axes of shard_map over which `x` differs, by its type."""
+    """Return the axes of shard_map that `x` differs over, by its type."""
     axes = _varying(getattr(x, "aval", None)).values()
     return frozenset().union(*(getattr(x, "varying", x) for x in axes))
 

@@ -270,7 +270,7 @@ def _bind_same(
         elif id(old) in new_of:
             params[name] = closed = new_of[id(old)]
             if not isinstance(old, ClosedJaxpr):
-                # A `Jaxpr` without constants of its own, so they become inputs.
+                # A `Jaxpr` has no constants, so they become inputs.
                 params[name] = _with_consts_as_inputs(closed)
                 inputs = [*closed.consts, *inputs]
     return bind(equation, inputs, params)
@@ -290,7 +290,7 @@ def _with_consts_as_inputs(closed: ClosedJaxpr) -> Jaxpr:
 
 
 def _manual_axes(params: dict[str, Any]) -> set[Any]:
-    """Return the axes of the mesh over which a shard_map shards."""
+    """Return the axes of the mesh that a shard_map shards over."""
     return set(params.get("newly_manual_axes") or params["manual_axes"])
 
 

@@ -173,8 +173,8 @@ class Flow(NamedTuple):
         concatenated: those whose entries arrive unchanged beside entries of others.
         multiplied: those that go through a matrix product.
         factored: those that go through a factorization or a solver.
-        terms: variables of which the value is a sum of multiples, entry by entry.
-        rooted: those that are terms of a value of which a root is taken.
+        terms: the value is a sum of multiples of these variables, entry by entry.
+        rooted: those that are terms of a value whose root is taken.
         shrinks: whether the value itself is a constant smaller than 1.
     """
 
@@ -240,7 +240,7 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
 
 
 def _terms(name: str, inputs: list[Flow]) -> frozenset[int]:
-    """Return the inputs of which the result of an operation is a sum of multiples."""
+    """Return the inputs whose multiples an operation adds up to its result."""
     first = inputs[0].terms if inputs else _NONE
     match name:
         case "add" | "add_any" | "sub" | "max" | "min":

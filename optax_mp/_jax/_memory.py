@@ -13,7 +13,7 @@ from optax_mp._jax._arrays import is_traced
 HOST_KIND = "pinned_host"
 
 
-# Whether types of this JAX have a memory, and JAX moves arrays between. Versions before
+# True if types of this JAX have a memory, and JAX moves arrays between. Versions before
 # cannot run such programs on CPUs, so they were not tested.
 KNOWS_MEMORIES = jax.__version_info__ >= (0, 10)
 

@@ -1,6 +1,6 @@
 """Functions that XLA for CPUs must not inline.
 
-It computes each result of a program in a loop of its own, and what several of these
+It computes each result of a program in a separate loop, and what several of these
 read once in each. Within a function that it does not inline, it computes that once.
 """
 
@@ -42,5 +42,5 @@ def bind_outlined(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
 
 
 def outlined_here() -> Any:
-    """Return a context in which XLA inlines no call."""
+    """Return a context where XLA inlines no call."""
     return experimental("xla_metadata").set_xla_metadata(inlineable="false")

@@ -26,7 +26,7 @@ from optax_mp._jax._jaxpr import Equation
 #
 # How amp runs it by default, in the words of `amp`'s docstring:
 #
-# - f32: exponentials, logarithms, and sums. Where the slope is steep, or many terms add
+# - f32: exponentials, logarithms, and sums. If the slope is steep, or many terms add
 #   up, 16 bits are too few.
 # - f32_if_f16: 256 squared overflows float16; bfloat16 has the range of float32.
 # - widest, own, low.
@@ -101,7 +101,7 @@ REPEATS, HANDS_ON = _of_kind("repeats"), _of_kind("hands_on")
 MOVES = _of_kind("moves") | REPEATS
 JOINS, PRODUCTS, FACTORIZATIONS = map(_of_kind, ("joins", "product", "factors"))
 NEVER_NEGATIVE, KEEPS_SIGN = map(_of_sign, ("always", "keeps"))
-# What amp does with a primitive by default. Those not listed run as written.
+# How amp treats a primitive by default. Those not listed run as written.
 AMP_WORDS = {name: row[1] for row in _ROWS if row[1] != "-" for name in row[3:]}
 
 

@@ -1,4 +1,4 @@
-"""What JAX has to define an operation: its primitive, its rules, and its lowering."""
+"""The JAX API that defines an operation: its primitive, its rules, and its lowering."""
 
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir

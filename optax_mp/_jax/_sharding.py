@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_mp._jax._arrays import is_traced, mesh_in_type, sharding_in_type
 from optax_mp._jax._rules import Primitive, ad, batching, mlir
 
-# The names of the mesh axes over which one axis of an array is sharded.
+# The names of the mesh axes that one axis of an array is sharded over.
 MeshAxes = tuple[str, ...]
 
 
@@ -69,7 +69,7 @@ def with_sharding_of(x: jax.Array, stored: Any) -> jax.Array:
 
 
 def axis_names(spec: PartitionSpec, axis: int) -> MeshAxes:
-    """Return the mesh axes over which a spec shards one axis of an array."""
+    """Return the mesh axes that a spec shards one axis of an array over."""
     entry = tuple(spec)[axis] if axis < len(spec) else None
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()

@@ -1,4 +1,4 @@
-"""The scopes and lines in which an equation is written."""
+"""The scopes and lines where an equation is written."""
 
 import os
 import sysconfig
@@ -38,7 +38,7 @@ def source_line(equation: Equation) -> str:
 
 
 def function_of(equation: Equation) -> str:
-    """Return the outer function in which an equation was made, and the line in it.
+    """Return the outer function where an equation was made, and the line in it.
 
     Such as `clip_by_global_norm (_clipping.py:96)` for one in its `update_fn`.
     """
@@ -96,7 +96,7 @@ def is_promotion(equation: Equation) -> bool:
         names.append(frame.function_name.split(".")[-1])
         if "promote" in frame.function_name:
             return True
-        # A comprehension is a frame of its own inside the function; skip it.
+        # A comprehension is a separate frame inside the function; skip it.
         if not frame.file_name.startswith(_JAX) and names[-1][0] != "<":
             break
     return bool(names) and _CASTS.isdisjoint(names)
@@ -111,7 +111,7 @@ def is_function_of_jax(jaxpr: AnyJaxpr) -> bool:
 
 
 def _frames(equation: Equation) -> Iterator[Any]:
-    """Yield the frames of the trace in which an equation was made, innermost first."""
+    """Yield the frames of the trace where an equation was made, innermost first."""
     traceback = equation.source_info.traceback
     yield from traceback.frames if traceback is not None else ()
 

@@ -50,7 +50,7 @@ class TracedCall:
         places: the indices of these among the leaves of the argument.
         leaf_count: how many leaves the argument has.
         outputs: the leaves that the function returned. In the place of an array there
-            is an object with its shape and dtype, for which `is_output` is true.
+            is an object with its shape and dtype, and `is_output` is true for it.
         treedef: the structure of what the function returned.
     """
 

@@ -23,7 +23,7 @@ _CALLER = "gradient_accumulator"
 
 
 class AccumulatedGradients(NamedTuple):
-    """What `gradient_accumulator` makes of the gradients of all micro-batches.
+    """The result of `gradient_accumulator` over all micro-batches.
 
     Attributes:
         grads: their mean, or their sum, in the dtype of the accumulator.

@@ -31,7 +31,7 @@ _ONE, _TWO = np.float32(1), np.float32(2)
 def choose_blocks(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
     """Return the axis of the blocks of an array, counted from the end, and their size.
 
-    Both depend on the shape alone, so that a run can go on with arrays that are sharded
+    Both depend only on the shape, so that a run can go on with arrays that are sharded
     in another way.
     """
     # Take the last axis of at least 4 blocks: neighbours there are most alike, as in a
@@ -145,7 +145,7 @@ def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
     x, (arrays, treedef) = unbox(x), jax.tree.flatten(like)
     if code.block_size is None:
         return treedef.unflatten([_round(x, arrays[0].dtype, key)])
-    # With `lax` alone: see `uniform_numbers`.
+    # Only with `lax`: see `uniform_numbers`.
     values = lax.convert_element_type(x, jnp.float32)
     largest, sign = _largest_code(arrays[0]), _ONE if code.stays_positive else -_ONE
     args = values, sign, largest * largest, key
@@ -198,9 +198,9 @@ def _coded_with_shifts(
 
 
 # How columns are told apart. A column is as large as its largest share of a row: that
-# of an element in the largest of its block, by exponents alone. A share is 1 at most,
+# of an element in the largest of its block, only by exponents. A share is 1 at most,
 # so a value out of line makes no other column small, and rows of any size count alike.
-# Where all shares of a column are under a fourth, the values of the column in this
+# If all shares of a column are under a fourth, the values of the column in this
 # group of rows are coded times a power of two: one more than what is missing, because
 # the largest of many shares is more than usual. Between equal columns nothing is
 # shifted, so their codes are what they are without shifts.

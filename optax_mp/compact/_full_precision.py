@@ -7,7 +7,7 @@ harm. A trace of the update finds them in any optimizer:
 - A *history*: a step replaces some of its entries and copies the others, as L-BFGS does
   with its differences of params and of gradients. Copies would be rounded again at each
   step, and the new entries are small differences, which need all bits of their terms.
-- A *position*: a sum over the run from which each step computes the params, as MADGRAD
+- A *position*: a sum over the run that each step computes the params from, as MADGRAD
   and COCOB do: the new params are the initial ones plus a function of such sums. An
   error in the sum moves the params, however small the learning rate is. Such a state
   has an *anchor*: the params at the start, or at some step.
@@ -38,7 +38,7 @@ from optax_mp.trees._tree import describe, is_array, is_floating, spell
 
 
 class Uses(NamedTuple):
-    """What reads an array of a state.
+    """The readers of an array of a state.
 
     Attributes:
         in_product: a matrix product, as Muon's. (An inner product averages errors.)
@@ -145,11 +145,11 @@ def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
     """Return the histories, and the arrays that their entries are made of."""
     histories: set[int] = set()
     for i, flow in new.items():
-        # A history may also be several arrays, each of which is copied to the next.
+        # A history may also be several arrays, each copied to the next.
         previous = flow.copied & new.keys() - {i}
         if previous or i in flow.concatenated:
             histories |= {i} | previous
-    # Arrays from which entries are computed, such as the last params, must be exact.
+    # Arrays that entries are computed from, such as the last params, must be exact.
     while True:
         sources = {j for i in histories for j in new[i].reached_by & lasting}
         if sources <= histories:
@@ -160,14 +160,14 @@ def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
 def _positions(
     updates: list[Flow], new: dict[int, Flow], lasting: set[int], anchors: set[int]
 ) -> set[int]:
-    """Return the sums from which an update is computed together with an anchor."""
+    """Return the sums that, together with an anchor, give an update."""
     sums = {i for i in lasting if i in new[i].reached_by}
     anchored = [flow.reached_by for flow in updates if flow.reached_by & anchors]
     return {i for read in anchored for i in read & sums}
 
 
 def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> set[int]:
-    """Return the arrays from which nothing else is computed."""
+    """Return the arrays that nothing else is computed from."""
     others = [(None, flow) for flow in updates] + [*new.items()]
     read = {j for i, flow in others for j in flow.reached_by if j != i}
     return lasting - read

@@ -84,10 +84,10 @@ def low_bit_state(
     block (2.3e-10 in 16 bits). They are found by tracing the optimizer's update. If it
     cannot be traced, the arrays are stored in bfloat16.
 
-    Columns may differ by any size. Where all values of a column in a group of 128 rows
-    are under a fourth of the largest in their blocks, they are stored times a power of
-    two. Columns of one size keep their codes. Every matrix has such groups; they are
-    smaller where shards would split them.
+    Columns may differ by any size. If all values of a column in a group of 128 rows are
+    under a fourth of the largest in their blocks, they are stored times a power of two.
+    Columns of one size keep their codes. Every matrix has such groups; they are smaller
+    if shards would split them.
 
     Rounding is stochastic: up or down at random, right on average. A moving average
     over a thousand steps changes by a thousandth per step, less than the distance
@@ -100,7 +100,7 @@ def low_bit_state(
     Arrays that reach a factorization, as the factors of SOAP and Shampoo do, get 16
     bits. In 8 bits Muon's momentum, which reaches matrix products, costs 0.03% of the
     loss of a small transformer; `product_bits=16` gives such arrays 16. They also have
-    16 bits without column scales, on which this figure depends.
+    16 bits without column scales, since this figure depends on them.
 
     These arrays are not quantized:
 
@@ -109,7 +109,7 @@ def low_bit_state(
     - arrays that are not float32, such as counts, or the moments of 16-bit params
       outside of `mixed_precision`;
     - arrays that start as the params, such as masters and averages of the params;
-    - arrays from which an optimizer computes the params themselves, not a step;
+    - arrays that an optimizer computes the params themselves from, not a step;
       histories of params or gradients; and arrays that the optimizer does not read
       itself. These are in the states of MADGRAD, COCOB and L-BFGS, and the gradient
       that a line search keeps. Tracing the update finds them in any optimizer.
@@ -133,7 +133,7 @@ def low_bit_state(
             form of older checkpoints.
 
     Returns:
-        The transformation, for use inside `mixed_precision` or alone.
+        The transformation, for use with or without `mixed_precision` around it.
 
     Raises:
         TypeError: if `inner` is not a gradient transformation, `seed` or `min_size` is

@@ -66,7 +66,7 @@ def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
         shape: of the result.
         key: a uint32 scalar, or an array of one element.
     """
-    # `lax` alone, because this is traced for each shape of a leaf: `jax.numpy` takes
+    # Only `lax`, because this is traced for each shape of a leaf: `jax.numpy` takes
     # five times as long.
     last = len(shape) - 1
     positions = lax.broadcasted_iota(jnp.uint32, shape, last) if shape else np.uint32(0)
@@ -110,7 +110,7 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
     info = jnp.finfo(dtype)
     pattern = lax.bitcast_convert_type(x, jnp.int32)
     numbers = uniform_numbers(x.shape, key)
-    # With `lax` alone: see `uniform_numbers`.
+    # Only with `lax`: see `uniform_numbers`.
     if info.nexp == jnp.finfo(jnp.float32).nexp:
         # bfloat16 is the upper half of float32, and the lower half is the fraction to
         # round. A carry into the exponent rounds up to the next power of two.

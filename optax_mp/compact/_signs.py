@@ -26,13 +26,13 @@ from optax_mp._jax._primitives import HANDS_ON, KEEPS_SIGN, MOVES, NEVER_NEGATIV
 
 
 class Fact(NamedTuple):
-    """What is known of a value. Other values are named by their variables.
+    """The facts known of a value. Other values are named by their variables.
 
     Attributes:
         nonnegative: that no entry is negative.
         at_most_one: that no entry is larger than 1.
         value: the variable that holds the same.
-        multiple_of: a variable of which it is a multiple by factors that are not
+        multiple_of: a variable that it is a multiple of, by factors that are not
             negative, perhaps a different one for each entry.
         bounds: `(1, v)` says that it is at most the variable `v`, `(-1, v)` that it is
             at least `-v`, if `v` is not negative.
@@ -46,7 +46,7 @@ class Fact(NamedTuple):
 
     @property
     def is_fraction(self) -> bool:
-        """Whether all entries are between 0 and 1."""
+        """True if all entries are between 0 and 1."""
         return self.nonnegative and self.at_most_one
 
 
@@ -56,7 +56,7 @@ def nonnegative_states(init: AnyJaxpr, update: AnyJaxpr, others: int) -> list[bo
     Args:
         init: from anything to the state.
         update: from `others` arrays, the state and as many arrays again to any outputs,
-            of which the last are the new state.
+            the last of them the new state.
         others: how many inputs of `update` are on either side of the state.
     """
     unknown = [Fact()] * others
@@ -140,7 +140,7 @@ def _result(equation: Equation, inputs: list[Fact]) -> Fact:
         case "select_n":
             return Fact(all(holds[1:]))
         case "clamp":
-            # The lower bound alone does not decide: the upper one may be smaller.
+            # The lower bound does not decide: the upper one may be smaller.
             return Fact(holds[2] and (holds[0] or holds[1]))
         case name:
             keeps = name in KEEPS_SIGN and all(holds)

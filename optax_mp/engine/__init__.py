@@ -5,7 +5,7 @@ and the new tree: `step(inputs, kept) -> (result, kept)`. It is any optimizer's.
 engine traces it once, splits off the elementwise tail of each leaf, and runs the tails
 in the best way that the platform has. The result is what the step itself returns.
 
-- `run_step` returns that, and why no platform has another way, if so.
+- `run_step` returns that, and, if no platform has another way, why not.
 - `update_leafwise` does the same for the `update` of a transformation.
 - `step_from_host` takes the step of a state in host memory, part by part; it returns
   None where that cannot be. `run_on_device` then copies all of the state.

@@ -30,7 +30,7 @@ _call.multiple_results = True
 
 @dataclass(frozen=True)
 class Target:
-    """The platform and devices for which a program is lowered.
+    """The platform and devices that a program is lowered for.
 
     Attributes:
         platform: one of `PLATFORMS`, or a CPU.
@@ -52,7 +52,7 @@ class Target:
 
     @classmethod
     def of(cls, context: Any) -> "Target | None":
-        """Read it off the context in which JAX lowers an equation.
+        """Read it off the context where JAX lowers an equation.
 
         None if that is for another platform, for several, or within `compute_on`.
         """
@@ -88,7 +88,7 @@ def _device_of(platform: str, client: Any) -> tuple[str, Any]:
     """Return the kind of a client's devices, and one that this process has, if any."""
     names = (platform, "gpu") if platform == "cuda" else (platform,)
     if client is None or client.platform not in names:
-        return "", None  # lowered for a platform by its name alone
+        return "", None  # lowered for a platform that only has a name
     kind = client.devices()[0].device_kind
     devices = jax.local_devices(backend=platform) if kind_here(platform) else []
     return kind, next((x for x in devices if x.client == client), None)
@@ -243,9 +243,9 @@ def _sharding_of(value: Any) -> NamedSharding | None:
 
 
 def _mesh_with(sizes: Mapping[str, int]) -> AbstractMesh | None:
-    """Return the mesh over which `shard_map` can be, of axes of these sizes.
+    """Return the mesh that `shard_map` can use, with axes of these sizes.
 
-    None if the context has another mesh, over which `shard_map` would have to be.
+    None if the context has another mesh, which `shard_map` would have to use.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:  # it may know the kind of device

@@ -51,7 +51,7 @@ class Chunk(Evaluator):
     """A chunk of the arrays of a part, along one axis of a view of them.
 
     Attributes:
-        view: the shape in which its arrays are seen. The last axis is cut if it is the
+        view: the shape that its arrays are seen as. The last axis is cut if it is the
             only one.
         axis: the axis that is cut.
         length: how many indices along it a chunk has.
@@ -234,7 +234,7 @@ def _copy_codes(
 
     Args:
         by_slice: returns it from `args`, on other platforms.
-        name: of the same among a TPU's kernels, which are imported for it alone.
+        name: of the same among a TPU's kernels, which are only imported for it.
         *args: arrays.
         **settings: further arguments of the kernel.
     """

@@ -65,7 +65,7 @@ class Evaluator(ABC):
         if name == "iota":
             at = self.index(self.part.place_of(equation.params["dimension"]))
             return lax.bitcast_convert_type(at, aval.dtype)
-        # To other memory, or a type that says over which axes of a mesh it varies.
+        # To other memory, or a type that names the axes of a mesh where it varies.
         if name in ("device_put", "pvary", "pcast"):
             return inputs[0]
         if name == NAME:
@@ -138,7 +138,7 @@ def dtype_obstacle(tail: ElementwiseTail, dtypes: frozenset[str]) -> str | None:
 
 
 def register_dtype(dtype: Any) -> Any:
-    """Return the dtype in which values of one of `DTYPES` are held."""
+    """Return the dtype that holds values of one of `DTYPES`."""
     if dtype.itemsize == 4 or dtype == jnp.bool_:
         return dtype
     return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
@@ -173,13 +173,13 @@ def call_kernel(
         pallas_call: `pallas_call`, with all arguments but those on outputs. Its inputs
             are the numbers, of `part.origin` and those that the tail reads, and then
             the arrays that it reads.
-        view_of: returns the shape in which the kernel gets an array, from its shape on
+        view_of: returns the shape that the kernel gets an array as, from its shape on
             all devices.
         tail: the tail.
         part: of its arrays.
         args: the values of what it reads.
         packs: whether all numbers are in two arrays, of int32 and float32, and not each
-            in one of its own.
+            in its own array.
     """
     given = dict(zip(tail.reads, map(jnp.asarray, args), strict=True))
     arrays = [value for value in given if value.aval.ndim]

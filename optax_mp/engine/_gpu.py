@@ -35,7 +35,7 @@ class PieceEvaluator(KernelEvaluator):
     """A piece of the elements of a part, and their scales and shifts.
 
     Attributes:
-        view: the shape in which arrays of elements are seen: layers, rows, columns.
+        view: the shape that arrays of elements are seen as: layers, rows, columns.
         height: how many rows a piece has; with shifts, those of a group.
         rows: the next power of two, as Triton wants it.
         columns: how many columns a piece has.
@@ -72,7 +72,7 @@ class PieceEvaluator(KernelEvaluator):
         return self.rows if rows == 1 else 1, self.columns // columns
 
     def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in which the part of an array is seen."""
+        """Return the shape that the part of an array is seen as."""
         return shape_in_blocks(self.view, *self.part.block_of(shape))
 
     def places(self, shape: tuple[int, ...]) -> tuple[Any, jax.Array | None]:

@@ -110,7 +110,7 @@ def _is_large(value: Value, kind: Any) -> bool:
 
 @jax.jit
 def false_once_done(codes: jax.Array) -> jax.Array:
-    """Return False, in a way for which XLA has to compute `codes`."""
+    """Return False, computed so that XLA has to compute `codes` first."""
     first = lax.slice(codes, (0,) * codes.ndim, (1,) * codes.ndim)
     number = lax.convert_element_type(lax.reshape(first, ()), jnp.int32)
     # More ones than there are bits. XLA knows what `&` and `>` make of each other.

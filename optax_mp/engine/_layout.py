@@ -147,7 +147,7 @@ def shape_in_blocks(shape: tuple[int, ...], rows: int, columns: int) -> tuple[in
 def _divides(sharding: NamedSharding, tail: ElementwiseTail) -> bool:
     """Return whether shards are of one shape, and none begins within a block."""
     # The other axes may be cut anywhere: an element shares a scale or a shift with
-    # neighbours along two alone.
+    # neighbours only along two.
     try:
         own = sharding.shard_shape(tail.shape)
     except ValueError:

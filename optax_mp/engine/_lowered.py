@@ -1,4 +1,4 @@
-"""What a program says of its arrays while it is lowered. Tried at its first use.
+"""Facts that a program has about its arrays while lowered. Tried at its first use.
 
 See `optax_mp._jax._contact`: these are texts and names of programs that JAX may change.
 """

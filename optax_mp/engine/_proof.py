@@ -38,7 +38,7 @@ _SPECIAL = (0.0, -0.0, _TINY, -_TINY, _TINY / 8, 1e-30, 3e38, np.inf, -np.inf, n
 _NEAR, _SHARE = 16, 0.01
 
 PROVED, NOT_PROVED = "kernel", "kernel, not proved here"
-# What is known of a kind of device and a form, in words.
+# The result for a kind of device and a form, in words.
 _found: dict[Hashable, str] = {}
 
 
@@ -123,7 +123,7 @@ class _Zero(Value):
 
 
 def _exact(tail: ElementwiseTail) -> ElementwiseTail:
-    """Return a tail that reads one zero more, with which all roundings are fixed."""
+    """Return a tail that reads one more zero, which fixes all roundings."""
     zero = _Zero(ShapedArray((), jnp.int32))
     program = Program([*tail.reads, zero], can_open)
     fixed: dict[Any, Any] = {}

@@ -34,7 +34,7 @@ from optax_mp.engine._program import (
 
 # How it is split. Walk backwards from each array that the step returns, as
 # long as the equations are elementwise. The equations on the way are its tail. The
-# tail reads the values at which the walk stops: inputs of the step (the gradient,
+# tail reads the values where the walk stops: inputs of the step (the gradient,
 # the codes), and results of equations that are not elementwise (a global norm, a
 # matrix product, a key for random numbers).
 #

@@ -201,7 +201,7 @@ def run_step(
     if traced.obstacle is None:
         rewrite = partial(_rewrite, traced, platforms)
         run = partial(call_by_platform, rewrite=rewrite)
-    # What was traced, and not `step` again: nested wrappers would double their traces.
+    # Not `step` again, but the traced program: nested wrappers would double traces.
     return call.unflatten(evaluate(call.closed, call.arrays, run)), traced.obstacle
 
 
@@ -298,7 +298,7 @@ class TailwiseStep:
         self, tail: ElementwiseTail, args: Sequence[Any], known: Shardings
     ) -> list[Any] | None:
         """Return the outputs of a tail; None if it is to run as written."""
-        # A kernel sees one device. Where the layout of sharded arrays is known, each
+        # A kernel sees one device. If the layout of sharded arrays is known, each
         # device runs it on its own part, inside of a `shard_map` made here.
         is_tpu = self.target.platform == "tpu"
         part = Part.of(tail, args, known, moves_block_axis_last=is_tpu)

@@ -126,7 +126,7 @@ class TileEvaluator(KernelEvaluator):
 
 def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
     """Return what is in the lanes of `x`, 128 at a time."""
-    # Mosaic of JAX 0.8 takes an index of the shape of `x` alone.
+    # Mosaic of JAX 0.8 only takes an index of the shape of `x`.
     width = x.shape[1]
     groups = [
         jnp.take_along_axis(
@@ -150,7 +150,7 @@ def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
         return "writes an array of bools"
     if len(part.shape) < 2:
         return "1-D array"
-    # What Mosaic has no way to lower.
+    # Mosaic has no way to lower these.
     if part.shape[-2] == 1:
         return "one row"
     if getattr(jax.config, "jax_enable_x64", False):
@@ -219,7 +219,7 @@ class _Tiles:
         return self.part.block_of(value.aval.shape)[1] > 1
 
     def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in which the kernel gets the part of an array."""
+        """Return the shape that the kernel gets the part of an array as."""
         own = self.part.shape_of(shape)
         # One row of shifts is no tile, unless there is no other.
         return (*own[:-1], 1, own[-1]) if self.has_shifts(shape) else own

@@ -28,6 +28,8 @@ from optax_mp.compact._random_numbers import rounding_keys
 from optax_mp.trees._quantized import Code
 
 EVERY_FORM = pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+# Each rounding with a signed and an unsigned dtype, and with either width.
+ROUNDINGS = [("int8", True), ("uint8", False), ("int16", False), ("uint16", True)]
 
 
 def rounding_key(*parts):
@@ -80,10 +82,10 @@ def worst_error(x, scale, dtype, spread=0.5):
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "block_size"),
-    [((3, 3, 40, 2), "int8", size) for size in (1, 8, 4096)]
+    [((3, 3, 40, 2), "int8", size) for size in (1, 4096)]
     + [((40, 64), dtype, 32) for dtype in ("int8", "uint8", "int16", "uint16")]
-    + [(shape, "int8", 32) for shape in ((101,), (5,), (64, 5), (3, 3, 40, 2))]
-    + [(shape, "uint16", 32) for shape in ((20, 33), (4, 264), (7, 7))],
+    + [(shape, "int8", 32) for shape in ((101,), (64, 5))]
+    + [(shape, "uint16", 32) for shape in ((4, 264), (7, 7))],
     ids=str,
 )
 def test_codes_and_scales_are_those_of_the_reference(shape, dtype, block_size):
@@ -107,9 +109,7 @@ def test_codes_and_scales_are_those_of_the_reference(shape, dtype, block_size):
     ("shape", "scales"),
     [
         ((40, 256), (40, 8)),
-        ((512, 256), (512, 8)),
         ((50257, 768), (50257, 24)),
-        ((768, 50257), (768, 1571)),
         ((24, 2048, 8192), (24, 2048, 256)),
         ((4096, 128), (4096, 8)),  # 16 on each of 8 devices
         ((2048, 16, 128), (2048, 16, 8)),
@@ -117,13 +117,10 @@ def test_codes_and_scales_are_those_of_the_reference(shape, dtype, block_size):
         ((5, 7), (5, 1)),
         ((64, 31), (8, 31)),
         ((2880, 2880), (2880, 360)),
-        ((16, 5504), (16, 344)),
         ((32, 2080), (32, 80)),  # 26, the nearest to 32 that divides 260
         ((32, 264), (32, 8)),
         ((1024, 2056), (1024, 8)),  # 257, which is prime
-        ((3, 3, 32, 32), (3, 3, 32, 8)),
         ((100,), (4,)),  # 4 devices have 25 each
-        ((8, 8), (8, 8)),
         ((3,), (1,)),
     ],
     ids=str,
@@ -174,16 +171,16 @@ def test_what_is_over_the_largest_scale_saturates(dtype):
 NAN_OF_X86 = np.array(0xFFC00000, np.uint32).view(np.float32)  # of inf - inf
 
 
-@EVERY_FORM
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, NAN_OF_X86], ids=str)
-def test_what_is_not_finite_makes_its_block_nan_and_no_other(bad, stochastic, dtype):
+@pytest.mark.parametrize(("dtype", "stochastic"), ROUNDINGS)
+def test_what_is_not_finite_makes_its_block_nan_and_no_other(stochastic, dtype):
     x = values((40, 256), dtype)
-    x[1, 40] = bad
+    x[1, 40], x[2, 70], x[3, 100] = np.nan, np.inf, NAN_OF_X86
     key = rounding_key(1) if stochastic else None
+    is_bad = np.zeros(x.shape, bool)
+    is_bad[1, 32:64] = is_bad[2, 64:96] = is_bad[3, 96:128] = True
     back = np.asarray(decode(encode(x, dtype, 32, key)))
-    assert np.isnan(back[1, 32:64]).all()
-    assert np.isfinite(back[0]).all() and np.isfinite(back[1, :32]).all()
+    np.testing.assert_array_equal(np.isfinite(back), ~is_bad)
+    np.testing.assert_array_equal(np.isnan(back), is_bad)
 
 
 def zeros_and_positive_values():
@@ -246,7 +243,7 @@ def test_stochastic_rounding_takes_one_of_two_neighbours(dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
 def test_stochastic_rounding_is_right_on_average(dtype):
-    """Seeds are fixed: 5 standard errors of 4000 independent roundings of 64 values."""
+    """Seeds are fixed: 5 standard errors of 1000 independent roundings of 64 values."""
     x = values((64,), dtype)
     x[0] = 1.0 if is_unsigned(dtype) else -1.0
     _, each = block_scales(x, 32)
@@ -254,7 +251,7 @@ def test_stochastic_rounding_is_right_on_average(dtype):
         # A smaller one never becomes zero, and is too large on average.
         x = np.maximum(x, 2 * each / np.iinfo(dtype).max ** 2).astype(np.float32)
         _, each = block_scales(x, 32)
-    keys = jax.vmap(rounding_key)(jnp.arange(4000))
+    keys = jax.vmap(rounding_key)(jnp.arange(1000))
     encoded = jax.vmap(lambda key: encode(x, dtype, 32, key))(keys)
     back = np.asarray(jax.vmap(dequantize)(encoded), np.float64)
     error = 6 * back.std(0) / np.sqrt(len(back)) + 1e-6 * np.abs(x)
@@ -318,32 +315,22 @@ def test_shifts_are_those_of_the_reference(shape, dtype, axis):
     np.testing.assert_allclose(back, values, rtol=1e-6)
 
 
-# As models have them: GPT-2, Llama, Gemma, Qwen, BERT, ViT, ResNet, gpt-oss, in layers.
+# As models have them: GPT-2, Llama, Gemma, ResNet, gpt-oss, in layers.
 GROUPS = {
     (768, 2304): 32,
     (50257, 768): 128,  # no two devices share it, and the last group is short
-    (50304, 768): 16,
     (1600, 6400): 100,
-    (4096, 4096): 128,
     (11008, 4096): 32,
-    (128256, 4096): 32,
     (262208, 2560): 68,
-    (30522, 768): 128,
-    (197, 768): 128,
     (1000, 2048): 125,
     (7, 7, 3, 64): 3,
-    (3, 3, 64, 128): 8,
     (3, 3, 128, 128): 16,
-    (2880, 2880): 120,
-    (24, 768, 3072): 32,
     (24, 2880, 2880): 120,
     (64, 256): 8,
     (192, 512): 24,
     (4096, 96): 12,  # along the last axis
     (2056, 256): 128,  # nothing else divides
-    (32, 4096): 32,
-    (8, 4096): 8,  # all rows
-    (2, 4096): 2,
+    (2, 4096): 2,  # all rows
     (1, 4096): None,
     (4096,): None,
     (1024, 16, 64): 8,  # along the last axis
@@ -359,7 +346,7 @@ def test_every_matrix_has_groups_of_rows():
         assert shift_layout(shape, 32) == want, shape
 
 
-@EVERY_FORM
+@pytest.mark.parametrize("dtype", ["int8", "uint16"])
 def test_columns_of_one_size_keep_their_codes(dtype):
     x = np.random.default_rng(0).normal(size=(1024, 256)).astype(np.float32)
     x = x * x if is_unsigned(dtype) else x
@@ -371,8 +358,7 @@ def test_columns_of_one_size_keep_their_codes(dtype):
     assert as_bits(got[:2]) == as_bits(plain[:2])
 
 
-@EVERY_FORM
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(("dtype", "stochastic"), ROUNDINGS)
 def test_no_value_in_shifted_columns_is_lost(stochastic, dtype):
     """Zeros, infinite and NaN ones, the largest and the smallest; each in its block."""
     x = columns((256, 256), dtype, 8)
@@ -398,7 +384,7 @@ def test_no_value_in_shifted_columns_is_lost(stochastic, dtype):
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_shifted_columns_are_right_on_average(dtype):
     x = columns((128, 128), dtype)
-    keys = jax.vmap(rounding_key)(jnp.arange(2000))
+    keys = jax.vmap(rounding_key)(jnp.arange(500))
     like = quantized_zeros(x, dtype, 32, None, True)
     encoded = jax.vmap(lambda key: quantize(x, like, key))(keys)
     back = np.asarray(jax.vmap(dequantize)(encoded), np.float64)
@@ -411,7 +397,7 @@ def test_shifted_columns_are_right_on_average(dtype):
     assert (np.abs(back.mean(0) - x) <= error).all()
 
 
-@EVERY_FORM
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
 def test_layers_have_shifts_of_their_own(dtype):
     layers = np.stack([columns((64, 128), dtype), columns((64, 128), dtype)[:, ::-1]])
     want = [encode(x, dtype, shifts=True) for x in layers]

@@ -34,14 +34,7 @@ FORMS = {
     "16 bits": {"bits": 16},
     "bfloat16": {"dtype": jnp.bfloat16},
 }
-DISTINCT = (
-    "adamw",
-    "sgd",
-    "lion",
-    "rmsprop",
-    "adafactor, unfactored",
-    "muon",
-)
+DISTINCT = "adamw", "lion", "rmsprop", "muon"
 
 
 def low_bit(name, **settings):
@@ -146,63 +139,41 @@ def first_noises(steps):
 
 # The codes of each quantized array: unsigned if the update says that it never is
 # negative. What is left out stays in full precision.
+CODES = {
+    "mu:int8 nu:uint8": (
+        "acprop adabelief adam adamax adamaxw adamw lamb mechanize nadam nadamw radam "
+        "schedule_free split_real_and_imaginary"
+    ),
+    "e_g:uint8 e_x:uint8": "adadelta",
+    "": (
+        "adafactor cocob dog dowg dpsgd fromage galore lbfgs madgrad noisy_sgd "
+        "polyak_sgd schedule_free_sgd sign_sgd"
+    ),
+    "sum_of_squares:uint8": "adagrad",
+    "g:int8 m:int8 n:uint8 v:int8": "adan",
+    "m1:int8 m2:int8 nu:uint8": "ademamix",
+    "mu:int8 nu:int8": "adopt sam sophia yogi",
+    "mu:int8 nu:uint8 nu_max:uint8": "amsgrad",
+    "exp_avg:int8 exp_avg_sq:uint8 grad_sum:int8": "dadapt_adamw prodigy",
+    "trace:int8": "lars sgd",
+    "mu:int8": "lion muon novograd",
+    "exp_avg:int8": "momo",
+    "exp_avg:int8 exp_avg_sq:int8": "momo_adam",
+    "mu:int8 nu:uint8 previous_gradient:int8": "optimistic_adam optimistic_adam_v2",
+    "previous_gradient:int8": "optimistic_gradient_descent",
+    "nu:uint8": "rmsprop schedule_free_adamw",
+    "prev_updates:int8 step_sizes:uint8": "rprop",
+    "ema:int8": "signum",
+    "m:int8 n:uint8": "simplified_ademamix",
+    "nu:int8": "sm3",
+}
 QUANTIZED = {
-    "acprop": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "adabelief": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "adadelta": {"e_g['w']": "uint8", "e_x['w']": "uint8"},
-    "adafactor": {},
-    "adagrad": {"sum_of_squares['w']": "uint8"},
-    "adam": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "adamax": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "adamaxw": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "adamw": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "adan": {"g['w']": "int8", "m['w']": "int8", "n['w']": "uint8", "v['w']": "int8"},
-    "ademamix": {"m1['w']": "int8", "m2['w']": "int8", "nu['w']": "uint8"},
-    "adopt": {"mu['w']": "int8", "nu['w']": "int8"},
-    "amsgrad": {"mu['w']": "int8", "nu['w']": "uint8", "nu_max['w']": "uint8"},
-    "cocob": {},
-    "dadapt_adamw": {"exp_avg['w']": "int8", "exp_avg_sq['w']": "uint8", "grad_sum['w']": "int8"},
-    "dog": {},
-    "dowg": {},
-    "dpsgd": {},
-    "fromage": {},
-    "galore": {},
-    "lamb": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "lars": {"trace['w']": "int8"},
-    "lbfgs": {},
-    "lion": {"mu['w']": "int8"},
-    "madgrad": {},
-    "mechanize": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "momo": {"exp_avg['w']": "int8"},
-    "momo_adam": {"exp_avg['w']": "int8", "exp_avg_sq['w']": "int8"},
-    "muon": {"mu['w']": "int8"},
-    "nadam": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "nadamw": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "noisy_sgd": {},
-    "novograd": {"mu['w']": "int8"},
-    "optimistic_adam": {"mu['w']": "int8", "nu['w']": "uint8", "previous_gradient['w']": "int8"},
-    "optimistic_adam_v2": {"mu['w']": "int8", "nu['w']": "uint8", "previous_gradient['w']": "int8"},
-    "optimistic_gradient_descent": {"previous_gradient['w']": "int8"},
-    "polyak_sgd": {},
-    "prodigy": {"exp_avg['w']": "int8", "exp_avg_sq['w']": "uint8", "grad_sum['w']": "int8"},
-    "radam": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "rmsprop": {"nu['w']": "uint8"},
-    "rprop": {"prev_updates['w']": "int8", "step_sizes['w']": "uint8"},
-    "sam": {"mu['w']": "int8", "nu['w']": "int8"},
-    "schedule_free": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "schedule_free_adamw": {"nu['w']": "uint8"},
-    "schedule_free_sgd": {},
-    "sgd": {"trace['w']": "int8"},
-    "sign_sgd": {},
-    "signum": {"ema['w']": "int8"},
-    "simplified_ademamix": {"m['w']": "int8", "n['w']": "uint8"},
-    "sm3": {"nu['w']": "int8"},
-    "sophia": {"mu['w']": "int8", "nu['w']": "int8"},
-    "split_real_and_imaginary": {"mu['w']": "int8", "nu['w']": "uint8"},
-    "yogi": {"mu['w']": "int8", "nu['w']": "int8"},
-    # Averaged by 1 - decay: of a decay that depends on the step, no sign is known.
-    "adafactor, unfactored": {"v['w']": "int8"},
-}  # fmt: skip
+    name: dict(pair.split(":") for pair in codes.split())
+    for codes, names in CODES.items()
+    for name in names.split()
+}
+# Averaged by 1 - decay: of a decay that depends on the step, no sign is known.
+QUANTIZED["adafactor, unfactored"] = {"v": "int8"}
 
 
 def test_the_table_has_every_optimizer():
@@ -213,7 +184,7 @@ def test_the_table_has_every_optimizer():
 def test_what_is_quantized_and_with_which_codes(name):
     params = example()
     state = jax.eval_shape(low_bit(name).init, params)
-    assert kinds(state) == QUANTIZED[name]
+    assert kinds(state) == {f"{k}['w']": v for k, v in QUANTIZED[name].items()}
     bare = jax.eval_shape(EVERY[name]().init, params)
     # All else as it is.
     ours = jax.tree.leaves(state.inner_state, is_leaf=is_quantized)
@@ -306,8 +277,8 @@ LIKE_OTHERS |= {"adam", "adamaxw", "nadamw", "optimistic_adam", "schedule_free"}
 TRAINS = [
     (name, form)
     for name in EVERY
-    for form in ("8 bits", "16 bits", "bfloat16")
-    if (form == "8 bits" and name not in LIKE_OTHERS) or name in ("adamw", "lion")
+    for form in FORMS
+    if (form == "8 bits" and name not in LIKE_OTHERS) or name == "adamw"
 ]
 
 
@@ -322,7 +293,7 @@ def test_it_trains_as_the_bare_optimizer(name, form):
 # that come by another way: sizes of gradients that differ by 10^4 within a block.
 @mostly_slow(
     "name",
-    "adam rmsprop amsgrad yogi momo_adam sam sophia adopt".split(),
+    "adam momo_adam sophia adopt".split(),
     lambda name: name == "momo_adam",
 )
 def test_small_second_moments_in_a_block_do_not_blow_the_step_up(name):
@@ -431,24 +402,18 @@ def test_one_step_of_adamw_is_the_reference_encoded():
 
 
 def test_small_leaves_counts_and_wide_ones_are_left():
-    params = {
-        "large": jnp.ones((64, 64)),
-        "small": jnp.ones((64, 63)),
-        "s": jnp.ones(()),
-    }
-    state = jax.eval_shape(low_bit_state(optax.adam(1e-3)).init, params)
-    assert set(quantized_leaves(state)) == {
-        "mu['large']",
-        "nu['large']",
-    }
-    assert state.inner_state[0].count.dtype == jnp.int32
-    none = jax.eval_shape(low_bit_state(optax.adam(1e-3), min_size=10**9).init, params)
-    assert quantized_leaves(none) == {}
-    every = jax.eval_shape(
-        low_bit_state(optax.adam(1e-3), min_size=1).init,
-        params | {"none": jnp.zeros((0, 3))},
-    )
-    assert "mu['small']" in quantized_leaves(every)
+    shapes = {"large": (64, 64), "small": (64, 63), "s": (), "none": (0, 3)}
+    params = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+
+    def quantized(**settings):
+        tx = low_bit_state(optax.adam(1e-3), **settings)
+        state = jax.eval_shape(tx.init, params)
+        assert state.inner_state[0].count.dtype == jnp.int32
+        return set(quantized_leaves(state))
+
+    assert quantized() == {"mu['large']", "nu['large']"}
+    assert quantized(min_size=10**9) == set()
+    assert "mu['small']" in quantized(min_size=1)
 
 
 def test_float64_state_is_left(x64):
@@ -470,13 +435,9 @@ def base(**settings):
 
 
 NESTED = {
-    "FullCopy": lambda: optax_mp.mixed_precision(base()),
-    "Split(16)": lambda: optax_mp.mixed_precision(base(), storage=optax_mp.Split(16)),
-    "Split(8)": lambda: optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)),
     "a loss scale around mixed": lambda: optax_mp.dynamic_loss_scale(
         optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)), init_scale=1.0
     ),
-    "chain outside": lambda: optax.chain(optax.clip_by_global_norm(1e3), base()),
     "partition inside": lambda: low_bit_state(
         optax.partition(
             {"a": optax.adamw(1e-2), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}
@@ -495,8 +456,7 @@ def as_transformation(tx):
 @pytest.mark.parametrize("nesting", NESTED)
 def test_nested_it_stays_stable_and_follows_float32(nesting):
     tx = as_transformation(NESTED[nesting]())
-    low = "mixed" in nesting or nesting.startswith(("Full", "Split"))
-    params = example("bfloat16" if low else "float32")
+    params = example("bfloat16" if "mixed" in nesting else "float32")
     state = tx.init(params)
     assert kinds(state)["mu['w']"] == "int8"
     assert kinds(state)["nu['w']"] == "uint8" or "outside" in nesting
@@ -541,9 +501,7 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
     [
         ({"bits": 4}, r"low_bit_state: expected `bits` to be 8 or 16, got 4"),
         ({"product_bits": 4}, r"expected `product_bits` to be 8 or 16, got 4"),
-        ({"bits": "8"}, r"low_bit_state: expected `bits` to be 8 or 16, got '8'"),
         ({"block_size": 48}, r"`block_size` to be a power of two, got 48; leave"),
-        ({"block_size": 0}, r"`block_size` to be a power of two, got 0"),
         ({"block_size": True}, r"`block_size` to be a power of two, got True"),
         ({"bits": True}, r"`bits` to be 8 or 16, got True; pass"),
         ({"dtype": "float32"}, r"`dtype` to be bfloat16, .*, got float32 with"),
@@ -551,7 +509,7 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
         ({"dtype": jnp.int8}, r"low_bit_state: .*`dtype` to be a floating.*, got int8"),
         ({"dtype": jnp.bfloat16, "bits": 16}, r"without `bits` .* with bits=16"),
         (
-            {"dtype": jnp.bfloat16, "block_size": 64},
+            {"dtype": "bfloat16", "block_size": 64},
             r"and `block_size`, .* block_size=64",
         ),
     ],
@@ -561,28 +519,17 @@ def test_bad_settings_are_refused(settings, match):
         low_bit_state(optax.adam(1e-3), **settings)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"column_scales": "no"},
-        {"column_scales": None},
-        {"column_scales": 2},
-        {"min_size": "1"},
-        {"min_size": -1},
-        {"min_size": True},
-        {"seed": True},
-        {"seed": jnp.ones(())},
-        {"seed": jnp.arange(2)},
-        {"seed": jax.random.key(0)},
-    ],
-)
-def test_an_argument_of_the_wrong_kind_is_refused(setting):
-    (name,) = setting
+WRONG = [("column_scales", x) for x in ("no", None, 2)]
+WRONG += [("min_size", x) for x in ("1", -1, True)]
+WRONG += [("seed", x) for x in (True, np.ones(()), np.arange(2), jax.random.key(0))]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_an_argument_of_the_wrong_kind_is_refused(name, value):
     kind = "True or False" if name == "column_scales" else "an integer"
-    with pytest.raises(
-        (TypeError, ValueError), match=f"expected `{name}` to be {kind}.*, got "
-    ):
-        low_bit_state(optax.adam(1e-3), **setting)
+    match = f"expected `{name}` to be {kind}.*, got "
+    with pytest.raises((TypeError, ValueError), match=match):
+        low_bit_state(optax.adam(1e-3), **{name: value})
 
 
 def test_what_is_no_transformation_is_refused():
@@ -599,34 +546,17 @@ def test_a_state_of_something_else_is_refused(bare):
         base().update(params, state, params)
 
 
+BFLOAT16 = {"dtype": jnp.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("made", "used", "match"),
     [
-        (
-            {"block_size": 8},
-            {},
-            r"made with 8 bits, blocks of 32, .*, got .*, blocks of 8",
-        ),
-        (
-            {"bits": 16},
-            {"product_bits": 16},
-            r"made with 8 bits, 16 in products, .*, got one made with 16 bits",
-        ),
-        (
-            {},
-            {"bits": 16},
-            r"made with 16 bits, .*, got one made with 8 bits, .*convert_opt",
-        ),
-        (
-            {},
-            {"dtype": jnp.bfloat16},
-            r"made with bfloat16, .*, got one made with 8 bits",
-        ),
-        (
-            {"dtype": jnp.bfloat16},
-            {},
-            r"made with 8 bits, .*, got one made with bfloat16",
-        ),
+        ({"block_size": 8}, {}, r"8 bits, blocks of 32, .*, got .*, blocks of 8"),
+        ({"bits": 16}, {"product_bits": 16}, r"8 bits, 16 in products, .*with 16 bits"),
+        ({}, {"bits": 16}, r"16 bits, .*, got one made with 8 bits, .*convert_opt"),
+        ({}, BFLOAT16, r"made with bfloat16, .*, got one made with 8 bits"),
+        (BFLOAT16, {}, r"made with 8 bits, .*, got one made with bfloat16"),
     ],
 )
 def test_a_state_made_with_other_settings_is_refused(made, used, match):
@@ -671,11 +601,15 @@ def test_what_a_root_is_taken_of_stays_positive(variant):
     assert (nu.code.dtype, nu.code.stays_positive) == ("int8", True)
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
 @mostly_slow(
-    ("name", "steps"),
-    [(name, steps) for name in ("adamw", "sgd") for steps in (500, 2800)],
-    lambda name, steps: steps == 500,
+    ("name", "steps", "sign"),
+    [
+        ("adamw", 500, 1.0),
+        ("sgd", 500, -1.0),
+        ("adamw", 2800, -1.0),
+        ("sgd", 2800, 1.0),
+    ],
+    lambda name, steps, sign: steps == 500,
 )
 def test_a_weight_without_gradients_stays_where_float32_leaves_it(name, steps, sign):
     """Rare tokens and dead units, beside a neighbour that always has a gradient."""
@@ -719,26 +653,23 @@ def adam_on_columns(tx, steps=100):
     return jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))
 
 
-@pytest.mark.parametrize(
-    ("settings", "least", "most"),
-    [({}, 0, 0.025), ({"column_scales": False}, 0.4, 1)],
-    ids=["column scales", "none"],
-)
-def test_columns_may_differ_by_six_decades(settings, least, most):
+def test_columns_may_differ_by_six_decades():
     adam = optax.adam(1e-3)
-    exact, state = jax.jit(lambda: adam_on_columns(adam))()
-    got, low = jax.jit(lambda: adam_on_columns(low_bit_state(adam, **settings)))()
-    error = jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)
-    assert least <= error < most
-    # How many second moments are as small as a block lets them be, or lost.
-    nu = jax.tree.leaves(dequantize(low.inner_state[0].nu))[0]
-    is_off = jnp.abs(nu / state[0].nu - 1) > 0.5
-    assert least <= is_off.mean() < most
+    with_shifts, without = (low_bit_state(adam, column_scales=x) for x in (True, False))
+    runs = adam, with_shifts, without
+    (exact, state), *found = jax.jit(lambda: [adam_on_columns(x, 50) for x in runs])()
+    for (got, low), least, most in zip(found, (0, 0.4), (0.025, 1), strict=True):
+        error = jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)
+        assert least <= error < most
+        # How many second moments are as small as a block lets them be, or lost.
+        nu = dequantize(low.inner_state[0].nu)
+        is_off = jnp.abs(nu / state[0].nu - 1) > 0.5
+        assert least <= is_off.mean() < most
 
 
 def test_small_columns_move_as_far_as_in_float32_for_any_number_of_rows():
     """Without shifts, columns 1,000 times smaller move 0.4% as far."""
-    rows = 2, 8, 32, 64, 128, 192, 197, 1000, 1600, 2880, 6 * 509
+    rows = 2, 64, 197, 6 * 509
     adam = optax.adam(1e-3)
     params = {n: jnp.zeros((n, 128)) for n in rows}
     small = jnp.arange(128) % 2 == 1
@@ -762,7 +693,7 @@ def test_small_columns_move_as_far_as_in_float32_for_any_number_of_rows():
         assert abs(ratio - 1) < 0.02, (n, ratio)
 
 
-@pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
+@mostly_slow("way", ["auto", "explicit", "shard_map"], "auto".__eq__)
 def test_sharded_columns_take_no_collective(way):
     """Groups of rows and blocks lie on one device each."""
     tx = low_bit_state(optax.adam(1e-3), seed=None)
@@ -798,14 +729,14 @@ def test_sharded_columns_take_no_collective(way):
     assert got[1].inner_state[0].nu.shifts.max() > 20
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@mostly_slow("kind", ["Auto", "Explicit"], "Explicit".__eq__)
 def test_devices_that_share_a_group_have_the_bits_of_one(kind):
     tx = low_bit_state(optax.adam(1e-3))
-    params = {n: jnp.zeros((n, 128)) for n in (32, 3056)}
+    params = {n: jnp.zeros((n, 128)) for n in (32, 2056)}
     grads = {n: column_gradients(0, x.shape) for n, x in params.items()}
     want = jax.jit(tx.update)(grads, tx.init(params), params)
     assert want[1].inner_state[0].nu[32].code.group_size == 32
-    assert want[1].inner_state[0].nu[3056].code.group_size == 128
+    assert want[1].inner_state[0].nu[2056].code.group_size == 128
     types = (getattr(jax.sharding.AxisType, kind),)
     mesh = jax.make_mesh((8,), ("a",), axis_types=types)
     by_rows = NamedSharding(mesh, PartitionSpec("a", None))
@@ -819,7 +750,7 @@ def test_a_state_without_shifts_goes_on_and_is_converted():
     """As of older checkpoints."""
     adam, params = optax.adam(1e-3), jnp.zeros((256, 256))
     before, after = low_bit_state(adam, column_scales=False), low_bit_state(adam)
-    _, old = adam_on_columns(before, 2)
+    _, old = jax.jit(lambda: adam_on_columns(before, 2))()
     assert old.inner_state[0].nu.shifts is None
     with pytest.raises(
         ValueError, match="expected a state .* got one .* no column scales"

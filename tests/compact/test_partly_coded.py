@@ -9,25 +9,25 @@ import pytest
 
 import optax_mp
 
-PARAMS = {"w": jnp.full((128, 128), 0.5)}
+PARAMS = {"w": jnp.full((32, 128), 0.5)}
 GRADS = jax.tree.map(lambda x: 0.1 * x, PARAMS)
 NORM = optax.monitor({"norm": lambda updates: optax.tree.norm(updates)})
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_monitor_changes_no_code_and_no_update(is_first):
-    """Its state gains a leaf at the first step."""
+def test_a_monitor_changes_no_code_and_no_update():
+    """Before and after the rule. Its state gains a leaf at the first step."""
     adam = optax.adam(1e-3)
-    links = (NORM, adam) if is_first else (adam, NORM)
-    tx, bare = map(optax_mp.low_bit_state, (optax.chain(*links), adam))
-    state, bare_state = tx.init(PARAMS), bare.init(PARAMS)
-    for _ in range(3):
-        updates, state = jax.jit(tx.update)(GRADS, state, PARAMS)
-        want, bare_state = jax.jit(bare.update)(GRADS, bare_state, PARAMS)
-    assert (updates["w"] == want["w"]).all()
-    nu = optax.tree.get_all_with_path(state, "nu")[0][1]["w"]
-    assert nu.codes.dtype == jnp.uint8
-    assert (nu.codes == bare_state.inner_state[0].nu["w"].codes).all()
+
+    def two_steps(tx):
+        tx = optax_mp.low_bit_state(tx)
+        state, update = tx.init(PARAMS), jax.jit(tx.update)
+        for _ in range(2):
+            updates, state = update(GRADS, state, PARAMS)
+        return updates["w"], optax.tree.get_all_with_path(state, "nu")[0][1]["w"]
+
+    (want, bare), (updates, nu) = map(two_steps, (adam, optax.chain(NORM, adam, NORM)))
+    assert bare.codes.dtype == jnp.uint8
+    assert (updates == want).all() and (nu.codes == bare.codes).all()
 
 
 SHAPE = (1024, 1024)
@@ -48,7 +48,7 @@ def test_a_large_state_that_is_mostly_not_coded_is_a_warning(case):
 
 
 @pytest.mark.parametrize(
-    "shapes", [[(1023,)] * 100, [SHAPE, (1023,)], [], [(8, 8)]], ids=len
+    "shapes", [[(1023,)] * 10, [SHAPE, (1023,)], [], [(8, 8)]], ids=len
 )
 def test_no_warning_for_a_small_state_or_one_that_is_mostly_coded(shapes):
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

@@ -71,6 +71,12 @@ def test_random_numbers_are_uniform_and_uncorrelated():
     assert np.abs(correlation).max() < 5 / np.sqrt(count)
 
 
+def test_the_numbers_of_a_seed_stay_the_same():
+    """A run that is resumed with a newer version goes on with the same bits."""
+    keys = [int(key[0]) for key in rounding_keys(2, 1, 2)]
+    assert keys == [2677701105, 1774146086]
+
+
 def test_random_numbers_at_one_place_are_uniform_over_the_steps():
     """What makes the average over a training run right, at every place."""
     steps, places = 4000, 64

@@ -16,12 +16,11 @@ import optax_mp
 from optax_mp.engine import _in_turn
 from optax_mp.engine._by_platform import call_by_platform
 
-# The leaves of a transformer: stacked layers, axes that do not divide, a vector that
-# stays as it is, leaves that are alike, and one without elements.
+# Leaves that are alike, axes that do not divide, a vector that stays as it is, and a
+# leaf without elements.
 SHAPES = {
     "kernel": (128, 128),
     "twin": (128, 128),
-    "layers": (2, 50, 333),
     "head": (33, 1031),
     "bias": (4099,),
     "none": (0, 128),
@@ -52,7 +51,6 @@ FORMS = {
     "clipped by the norm of all": lambda: low_bit(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     ),
-    "LAMB": lambda: low_bit(optax.lamb(1e-2)),
     "Adafactor": lambda: low_bit(optax.adafactor(1e-2)),
     "jitted": lambda: low_bit(jitted(optax.adamw(1e-2))),
     "loss scale": lambda: optax_mp.dynamic_loss_scale(low_bit(optax.adamw(1e-2))),
@@ -86,7 +84,7 @@ def compiled(tx, params):
     return step.lower(params, state, params).compile(), state
 
 
-def after_steps(tx, shapes=SHAPES, count=3):
+def after_steps(tx, shapes=SHAPES, count=2):
     params = tree(0, 1, shapes)
     step, state = compiled(tx, params)
     for seed in range(count):
@@ -116,13 +114,9 @@ def test_the_numbers_are_those_of_leaves_at_once(form, monkeypatch):
     assert_next_to(in_turn, after_steps(FORMS[form]()))
 
 
-@mostly_slow(
-    "form",
-    ["AdamW", "a Split alone", "clipped by the norm of all", "loss scale", "jitted"],
-    "loss scale".__eq__,
-)
+@mostly_slow("form", ["a Split alone", "loss scale", "jitted"], "loss scale".__eq__)
 def test_leaves_share_their_memory(form, monkeypatch):
-    shapes = {f"layer {i}": (256, 512) for i in range(8)}
+    shapes = {f"layer {i}": (256, 512) for i in range(6)}
     in_turn = temporaries(FORMS[form](), shapes)
     monkeypatch.setattr(_in_turn, "_LARGE", 10**9)
     assert in_turn < temporaries(FORMS[form](), shapes) / 2
@@ -173,8 +167,7 @@ def test_codes_of_which_a_number_is_made_come_first():
     assert as_bits(jax.jit(run)(*leaves)) == as_bits(jax.jit(step)(*leaves))
 
 
-@pytest.mark.parametrize("form", ["AdamW", "a Split alone"])
-def test_several_devices_wait_for_nothing(form, monkeypatch):
+def test_several_devices_wait_for_nothing(monkeypatch):
     """They would have to send each other an element of each leaf."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -182,8 +175,7 @@ def test_several_devices_wait_for_nothing(form, monkeypatch):
     params = jax.device_put(tree(0, 1, shapes), rows)
 
     def program():
-        tx = FORMS[form]()
-        return compiled(tx, params)[0].as_text()
+        return compiled(FORMS["a Split alone"](), params)[0].as_text()
 
     with_turns = program()
     monkeypatch.setattr(_in_turn, "_LARGE", 10**9)

@@ -81,7 +81,7 @@ FORMS = {
     "float16": lambda: compact(ADAMW()),
 }
 # Of those that have codes, what differs most.
-CUT = sorted(DISTINCT | {"adagrad", "adan", "amsgrad", "prodigy", "rprop", "sm3"})
+CUT = sorted(DISTINCT - {"noisy_sgd"} | {"adan", "rprop", "sm3"})
 ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16"}
 ON_GPUS |= {"MultiSteps", "booleans"}
 # How many codes may differ, where it is more than one in a thousand: each step computes
@@ -168,7 +168,14 @@ def exactly(way, tx):
     return jax.jit(functools.partial(way, tx), compiler_options=options)
 
 
-@mostly_slow("name", CUT, lambda name: name == "adamw")
+@functools.cache
+def as_by_update(form, shapes):
+    """Return a form, and what two of its steps make of random params."""
+    tx = FORMS[form]()
+    return tx, trained(exactly(by_update, tx), tx, 2, shapes, dtype_of(form))
+
+
+@mostly_slow("name", CUT, "lion".__eq__)
 def test_a_step_is_that_of_optax_bit_for_bit(name):
     tx = optax.with_extra_args_support(compact(OPTIMIZERS[name]()))
     params = example_params("bfloat16", name)
@@ -195,7 +202,7 @@ def test_a_step_is_that_of_optax_bit_for_bit(name):
 def test_a_plain_step_is_that_of_optax_bit_for_bit(dtype):
     tx = optax_mp.static_loss_scale(optax_mp.mixed_precision(ADAMW()), 8.0)
     steps = (jax.jit(functools.partial(way, tx)) for way in WAYS)
-    got, want = (trained(x, tx, shapes=SHAPES[2:], dtype=dtype) for x in steps)
+    got, want = (trained(x, tx, 2, SHAPES[3:], dtype) for x in steps)
     assert as_bits(got) == as_bits(want)
 
 
@@ -207,8 +214,8 @@ def test_a_plain_step_is_that_of_optax_bit_for_bit(dtype):
         for platform in KERNELS
         for shapes in (SHAPES[:4:2], SHAPES)
         if form == "5.1 bytes" or shapes != SHAPES
-        # Not of float16 on a TPU, and of GPUs what its kernels alone have.
-        if (form != "float16" if platform == "tpu" else form in ON_GPUS)
+        # What both have, on one of them.
+        if form == "5.1 bytes" or (platform == "cuda") == (form in ON_GPUS)
     ],
     lambda form, platform, shapes: form == "5.1 bytes" and shapes != SHAPES,
 )
@@ -217,8 +224,7 @@ def test_a_kernel_does_the_same(form, platform, shapes):
 
     That is the last place of one in a hundred float32, and one code in a thousand.
     """
-    tx = FORMS[form]()
-    want = trained(exactly(by_update, tx), tx, 2, shapes, dtype_of(form))
+    tx, want = as_by_update(form, tuple(shapes))
     with lowered_for(platform, kernels=True) as ran:
         step = exactly(optax_mp.take_step, tx)
         got = trained(step, tx, 2, shapes, dtype_of(form))
@@ -229,10 +235,10 @@ def test_a_kernel_does_the_same(form, platform, shapes):
 @mostly_slow("platform", KERNELS, "cuda".__eq__)
 def test_a_micro_step_around_codes_changes_none(platform):
     """With `MultiSteps` around `low_bit_state`; within, they are rounded again."""
-    low = optax_mp.low_bit_state(ADAMW(), min_size=1)
+    low = optax_mp.low_bit_state(optax.sgd(1e-2, 0.9), min_size=1)
     steps = optax.MultiSteps(low, 2, should_skip_update_fn=optax.skip_not_finite)
     tx = optax_mp.mixed_precision(steps, storage=optax_mp.Split(8))
-    shapes = [(40, 384)]
+    shapes = [(64, 128)]
     with lowered_for(platform, kernels=True) as ran:
         step = exactly(optax_mp.take_step, tx)
         params, before = trained(step, tx, 2, shapes)
@@ -249,7 +255,7 @@ def test_a_micro_step_around_codes_changes_none(platform):
 
 def test_masters_of_many_equal_leaves_are_those_of_float32():
     """Split(16), bit for bit: jit against jit, with float32 gradients."""
-    shapes = [(64, 96)] * 12
+    shapes = [(64, 96)] * 6
     params = random_tree(0, shapes=shapes)
     tx = FORMS["split"]()
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -258,42 +264,44 @@ def test_masters_of_many_equal_leaves_are_those_of_float32():
         step = jax.jit(functools.partial(way, tx))
         got, state = params, tx.init(params)
         want, bare_state = wide, ADAMW().init(wide)
-        for i in range(3):
+        for i in range(2):
             grads = random_tree(i + 1, "float32", 0.1, shapes)
             got, state = step(grads, state, got)
             want, bare_state = bare(grads, bare_state, want)
         assert as_bits(optax_mp.master_params(state, got)) == as_bits(want)
 
 
-@pytest.mark.parametrize(
-    ("platform", "dtype"),
-    [("tpu", "bfloat16"), ("cuda", "float16")],
-)
-def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened(
-    platform, dtype
-):
+def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened():
     """A loop's float32 gradients take no memory if they came from 16 bits."""
-    tx = FORMS["loss scale"]()
-    params, slopes = (random_tree(i, dtype, shapes=[(40, 384)]) for i in (0, 1))
+    tx = optax_mp.dynamic_loss_scale(compact(optax.sgd(1e-2, 0.9)))
 
-    def loss(params):
-        return (slopes["p0"] * params["p0"]).sum()
+    def step(params, slopes, state):
+        def loss(params):
+            return (slopes["p0"] * params["p0"]).sum()
 
-    def step(params, state):
         _, grads = optax_mp.value_and_grad(loss)(state, params)
         assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
         return optax_mp.take_step(tx, grads, state, params)
 
-    state = tx.init(params)
-    want, read = jax.jit(step)(params, state), set()
-    with lowered_for(platform, kernels=True, read=read) as ran:
-        got = jax.jit(lambda *args: step(*args))(params, state)
-    assert ran and read == {dtype, "int8", "uint8"}
-    check_alike(got, want, 2e-3)
+    for platform, dtype in (("cuda", "float16"), ("tpu", "bfloat16")):
+        params, slopes = (random_tree(i, dtype, shapes=[(64, 128)]) for i in (0, 1))
+        args, read = (params, slopes, tx.init(params)), set()
+        with lowered_for(platform, kernels=True, read=read) as ran:
+            run = jax.jit(lambda *args: step(*args)).lower(*args)
+        assert ran and read == {dtype, "int8"}
+    check_alike(run.compile()(*args), jax.jit(step)(*args), 2e-3)
 
 
 # Rows left over, of a group of each device; more axes; rows that groups do not divide;
 # one axis; a small one.
+IN_CHUNKS = [
+    "blocks of 128",
+    "stochastic rounding",
+    "MultiSteps",
+    "booleans",
+    "float16",
+]
+IN_CHUNKS += ["split", "muon", "madgrad"]
 CHUNKED = [(1096, 520), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
 
 
@@ -301,7 +309,7 @@ CHUNKED = [(1096, 520), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
 @pytest.mark.filterwarnings("ignore:low_bit_state. 0% of the:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "device_count"), [("5.1 bytes", 8), *((form, 1) for form in FORMS)]
+    ("form", "device_count"), [("5.1 bytes", 8), *((form, 1) for form in IN_CHUNKS)]
 )
 def test_chunks_do_the_same(form, device_count, monkeypatch):
     tx, ran = FORMS[form](), []
@@ -330,7 +338,8 @@ SHARDED = {(256, 512): ("a", "b"), (256, 4, 64): ("b", "a")}
     ("platform", "shape", "way"),
     [
         ("cuda", (256, 512), "kernel"),
-        *(("tpu", shape, way) for shape in SHARDED for way in ("kernel", "chunks")),
+        ("tpu", (256, 512), "kernel"),
+        *(("tpu", shape, "chunks") for shape in SHARDED),
     ],
     lambda platform, shape, way: way == "chunks" and len(shape) == 3,
 )
@@ -360,7 +369,9 @@ def test_each_device_takes_the_step_of_its_shards(platform, shape, way, monkeypa
 
     got = run(jax.tree.map(place, args), 4)
     assert as_bits(got) == as_bits(run(args, 1))
-    check_alike(got, by_update(tx, grads, args[1], params), 1e-3)
+    check_alike(
+        got, jax.jit(functools.partial(by_update, tx))(grads, args[1], params), 1e-3
+    )
 
 
 def test_without_a_kernel_a_tpu_goes_by_chunks(monkeypatch):
@@ -437,15 +448,15 @@ def test_an_update_has_kernels_on_a_tpu_alone():
 
     But for branches, between which XLA writes more, and for shifts.
     """
-    shapes = ((256, 512), (256, 256))
+    shapes = ((64, 512),)
     for has_shifts in (False, True):
         tx = compact(ADAMW(), column_scales=has_shifts)
         form = optax_mp.dynamic_loss_scale(tx)
-        assert lowered(form, "tpu", shapes, by_update).count("tpu_custom_call") >= 2
+        assert lowered(form, "tpu", shapes, by_update).count("tpu_custom_call")
         assert ("triton" in lowered(form, "cuda", shapes, by_update)) == has_shifts
     multi_steps = FORMS["MultiSteps"]()
     for platform, call in CALLS.items():
-        assert lowered(multi_steps, platform, shapes, by_update).count(call) >= 2
+        assert call in lowered(multi_steps, platform, shapes, by_update)
     # Also in one of two branches.
     steps = optax.MultiSteps(FORMS["5.1 bytes"](), 2).gradient_transformation()
     assert "tpu_custom_call" in lowered(steps, "tpu", shapes, by_update)
@@ -479,7 +490,7 @@ def test_a_kernel_that_cannot_be_made_is_done_without(failing, warning, monkeypa
 
 def a_step(way=optax_mp.take_step):
     """Return a step of one leaf, its gradients, the state and the params."""
-    tx = FORMS["5.1 bytes"]()
+    tx = compact(optax.sgd(1e-2, 0.9))
     params, grads = (random_tree(seed, shapes=((64, 128),)) for seed in (0, 1))
     return functools.partial(way, tx), grads, tx.init(params), params
 
@@ -568,21 +579,6 @@ def rule(function):
 
     init = lambda params: optax.EmptyState()  # noqa: E731
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def after(inner, **extra):
-    """Return the bits of params and state after a jitted step, taken in all ways."""
-    tx = compact(optax.chain(optax.trace(0.9), inner))
-    params = random_tree(0, shapes=((64, 128),)) | {"b": jnp.float32(2)}
-    state = tx.init(params)
-
-    def run(way):
-        step = jax.jit(functools.partial(way, tx, **extra))
-        results = step(params, state, params)
-        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(results))
-        return as_bits(results)
-
-    return in_all_ways(run)
 
 
 def test_what_is_no_optimizer_is_named():
