@@ -109,14 +109,8 @@ def figures(records: Records) -> dict[str, Any]:
     others = [r for r in forms if r["form"] != "float32" and r not in naive]
     naive_apart = [row["to float32"] - 1 for row in naive]
     rates = records["demo_rates"].rows
-    libraries = records["libraries"].rows
-    failing = {row["model"] for row in libraries if row["runs"].startswith("no")}
-    models = {row["model"] for row in libraries}
     return {
         "runs": {k: f"`{k}`, {v}" for k, v in record.run_times().items()},
-        "libraries_count": str(len({row["library"] for row in libraries})),
-        "libraries_models": str(len(models)),
-        "libraries_run": str(len(models - failing)),
         "forms_in_spread": share(row["in its spread"] == "yes" for row in others),
         "naive_in_spread": share(row["in its spread"] == "yes" for row in naive),
         "forms_apart": f"{max(abs(row['to float32'] - 1) for row in others):.1%}",

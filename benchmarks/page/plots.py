@@ -326,46 +326,6 @@ def draw_codes(figure: Any, records: Records) -> None:
     panel.legend(fontsize=7)
 
 
-def draw_drift(figure: Any, records: Records) -> None:
-    """Distances to float32 in a hundred thousand steps, and losses."""
-    apart, losses = figure.subplots(1, 2)
-    (rows,) = records["drift"].tables.values()
-    for row in rows:
-        curve, style = row["curve"], style_of(row["form"]) | dashed(row["form"])
-        count = len(curve["loss"])
-        steps = [(i + 1) * DRIFT_STEPS / count for i in range(count)]
-        losses.semilogy(steps, smooth(curve["loss"]), **style, label=row["form"])
-        if row is not rows[0]:
-            apart.plot(steps, curve["matrix"], **style, label=row["form"])
-    apart.set(xlabel="training step", ylim=0)
-    apart.set(ylabel="distance of a matrix to float32's / its way")
-    losses.set(xlabel="training step", ylabel="loss (smoothed)", ylim=(1.5e-3, 1e-2))
-    losses.legend(fontsize=6)
-
-
-DRIFT_STEPS = 100_000
-
-
-def dashed(name: str) -> dict[str, Any]:
-    """Return the line of the second form of a colour."""
-    second = ("no column scales", "to nearest", "Split(16)", "one bit off")
-    return {"ls": "--", "lw": 1.2} if any(each in name for each in second) else {}
-
-
-def draw_control(figure: Any, records: Records) -> None:
-    """Returns of each form on control tasks: the mean, and what the seeds span."""
-    tables = records["control"].tables
-    panels = figure.subplots(1, len(tables))
-    for panel, (title, rows) in zip(panels, tables.items(), strict=True):
-        for row in rows:
-            steps = [5 * (i + 1) for i in range(len(row["curve"][0]))]
-            curves = [smooth(curve) for curve in row["curve"]]
-            style = style_of(row["form"]) | dashed(row["form"])
-            draw_with_band(panel, steps, curves, row["form"], style)
-        panel.set(title=title, xlabel="update", ylabel="return (smoothed)")
-    panels[-1].legend(fontsize=6)
-
-
 def draw_accelerators(figure: Any, records: Records) -> None:
     """What a step of AdamW and a transformer's training step move on a TPU and GPU."""
     tables = records["accelerators"].tables
@@ -464,8 +424,6 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "ablations": (3.6, draw_ablations),
     "failures": (3.4, draw_failures),
     "codes": (3.2, draw_codes),
-    "drift": (3.2, draw_drift),
-    "control": (3.4, draw_control),
     "step_time": (4.2, draw_step_time),
     "accelerators": (5.2, draw_accelerators),
     "amp": (3.0, draw_amp),

@@ -1,4 +1,4 @@
-"""Loss scales, 8-bit optimizers and stochastic rounding of other libraries beside ours.
+"""Loss scales and 8-bit optimizers of other libraries beside ours.
 
     python benchmarks comparisons                     # all tables, Markdown
     python benchmarks comparisons --json FILE         # also the tables as data
@@ -14,8 +14,6 @@ frameworks in one process slow each other down.
   float32 Adam's over the way that float32's have gone, both by norm.
 - Adam against torch's: our forms in the test that TransformerEngine has for its own
   Adam. It runs on a CPU, which TransformerEngine does not.
-- Second moments: what a compressed `nu` becomes where a row spans many decades.
-- Stochastic rounding: a million roundings of values between two bfloat16 numbers.
 """
 
 import argparse
@@ -44,8 +42,7 @@ START_SCALE = 2.0**16
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 ADAM_STEPS, SIDE, RATE = 200, 1024, 1e-3
 PACKAGES = (
-    "jax optax torch flax jmp keras deepspeed megatron-core torchao bitsandbytes "
-    "flashoptim-jax"
+    "jax optax torch flax jmp keras deepspeed megatron-core torchao bitsandbytes"
 ).split()
 
 Scaler = Callable[[np.ndarray], list[float]]
@@ -473,120 +470,6 @@ def share_outside(found: Any, exact: Any, within: tuple[float, float]) -> float:
     return sum(int(x.sum()) for x in outside) / sum(x.size for x in outside)
 
 
-# Second moments, compressed and back.
-
-
-def by_low_bit_state(bits: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Return what `low_bit_state` makes of second moments."""
-
-    def compress(nu: np.ndarray) -> np.ndarray:
-        adam = optax.adam(RATE)
-        low = optax_mp.low_bit_state(adam, bits=bits)
-        params = jnp.zeros(nu.shape)
-        exact = adam.init(params)
-        exact = (exact[0]._replace(nu=jnp.asarray(nu)), *exact[1:])
-        kept = optax_mp.convert_opt_state(exact, params, adam, low)
-        back = optax_mp.convert_opt_state(kept, params, low, adam)
-        return np.asarray(back[0].nu)
-
-    return compress
-
-
-def by_flashoptim(nu: np.ndarray) -> np.ndarray:
-    """Return what flashoptim-jax makes of second moments."""
-    from flashoptim_jax import dequantize_variance, quantize_variance
-
-    return np.asarray(dequantize_variance(quantize_variance(jnp.asarray(nu))))
-
-
-def by_bitsandbytes(nu: np.ndarray) -> np.ndarray:
-    """Return what bitsandbytes makes of second moments."""
-    import torch
-    from bitsandbytes import functional
-
-    codes = functional.create_dynamic_map(signed=False)
-    packed, state = functional.quantize_blockwise(
-        torch.from_numpy(nu), code=codes, blocksize=256
-    )
-    return functional.dequantize_blockwise(packed, state).numpy()
-
-
-COMPRESSIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "low_bit_state, 8 bits": by_low_bit_state(8),
-    "low_bit_state, 16 bits": by_low_bit_state(16),
-    "flashoptim-jax": by_flashoptim,
-    "bitsandbytes": by_bitsandbytes,
-}
-
-
-def compare_compressions() -> list[record.Row]:
-    """Return what becomes of second moments whose rows span some decades."""
-    rows = []
-    for name, compress in COMPRESSIONS.items():
-        row: record.Row = {"compressed by": name}
-        for decades in (2, 6, 12):
-            random = np.random.default_rng(2)
-            nu = (10.0 ** (-decades * random.random((256, 1024)))).astype(np.float32)
-            with left_out(name):
-                back = compress(nu)
-                error = np.median(np.abs(back - nu) / nu)
-                row[f"median error, {decades} decades"] = float(error)
-                row[f"become 0, {decades} decades"] = f"{np.mean(back == 0):.1%}"
-        if len(row) > 1:
-            rows.append(row)
-    return rows
-
-
-# Stochastic rounding to bfloat16.
-
-
-def rounded_by_us(x: np.ndarray) -> np.ndarray:
-    """Return params after an update of `x` under `stochastic_rounding`."""
-    tx = optax_mp.stochastic_rounding(optax.identity())
-    params = jnp.zeros(x.shape, jnp.bfloat16)
-    updates, _ = jax.jit(tx.update)(jnp.asarray(x), tx.init(params), params)
-    return np.asarray(optax.apply_updates(params, updates), np.float32)
-
-
-def rounded_by_torchao(x: np.ndarray) -> np.ndarray:
-    """Return torchao's roundings."""
-    import torch
-    from torchao.optim.quant_utils import _fp32_to_bf16_sr
-
-    torch.manual_seed(0)
-    return _fp32_to_bf16_sr(torch.from_numpy(x)).float().numpy()
-
-
-ROUNDINGS = {
-    "stochastic_rounding": rounded_by_us,
-    "torchao _fp32_to_bf16_sr": rounded_by_torchao,
-}
-
-
-def compare_roundings() -> list[record.Row]:
-    """Return how far roundings are off, in distances of bfloat16 numbers."""
-    spacing, count, rows = 2.0**-7, 2**20, []  # Of the bfloat16 numbers from 1 to 2.
-    for name, rounded in ROUNDINGS.items():
-        with left_out(name):
-            biases, furthest = [], 0.0
-            for share in (0.001, 0.1, 0.3, 0.5, 0.9):
-                x = np.full(count, 1 + share * spacing, np.float32)
-                off = (rounded(x) - x.astype(np.float64)) / spacing
-                biases.append(abs(float(off.mean())))
-                furthest = max(furthest, float(np.abs(off).max()))
-            there = np.arange(1, 2, spacing, dtype=np.float32)
-            changed = np.mean(rounded(there) != there)
-            rows.append(
-                {
-                    "rounding": name,
-                    "largest bias": max(biases),
-                    "furthest": furthest,
-                    "bfloat16 numbers changed": f"{changed:.0%}",
-                }
-            )
-    return rows
-
-
 @contextlib.contextmanager
 def left_out(name: str) -> Iterator[None]:
     """Go on without a library that is not installed."""
@@ -600,8 +483,6 @@ TABLES: dict[str, Callable[[], list[record.Row]]] = {
     f"loss scale, {RUNS} runs of {SCALE_STEPS} steps": compare_scales,
     f"8-bit Adam, {ADAM_STEPS} steps": compare_adams,
     "torch's Adam, by TransformerEngine's test": compare_with_torch,
-    "second moments, compressed": compare_compressions,
-    "stochastic rounding to bfloat16, in distances of its numbers": compare_roundings,
 }
 
 

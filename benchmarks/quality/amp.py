@@ -1,7 +1,7 @@
 """What amp costs and saves, against float32, hand-written bf16 and argument casting.
 
     python benchmarks amp                  # all tables, Markdown
-    python benchmarks amp --only model     # one of model, eager, reuse
+    python benchmarks amp --only model     # model or reuse
     python benchmarks amp --size gpt2      # the block of GPT-2 small: for a GPU
     python benchmarks amp --json FILE      # also the tables as data
 
@@ -225,25 +225,6 @@ def measure_model(size: Size, rounds: int) -> list[record.Row]:
     ]
 
 
-def measure_eager(rounds: int) -> list[record.Row]:
-    """Return the time of eager calls, with functions of JAX and a scan inside."""
-
-    def body(carry: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
-        return jax.nn.relu(carry @ weight), None
-
-    def fun(x: jax.Array, weights: jax.Array) -> jax.Array:
-        x = jnp.where(x > 0, x, 0.1)
-        return jax.nn.logsumexp(jax.lax.scan(body, x, weights)[0])
-
-    x, weights = jnp.ones((32, 64)), jnp.ones((4, 64, 64)) / 64
-    entries = [fun, optax_mp.amp(fun)]
-    times = medians([lambda f=f: f(x, weights) for f in entries], rounds)
-    return [
-        {"call": name, "eager ms": seconds * 1e3, "ratio": seconds / times[0]}
-        for name, seconds in zip(("float32", "amp, bf16"), times, strict=True)
-    ]
-
-
 def measure_reuse(longest: int) -> list[record.Row]:
     """Return the error of the gradient of a weight that is used T times in a scan."""
 
@@ -280,7 +261,7 @@ def measure_reuse(longest: int) -> list[record.Row]:
 def main() -> None:
     """Read the options and print all tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("model", "eager", "reuse"))
+    parser.add_argument("--only", choices=("model", "reuse"))
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--longest", type=int, default=8192, help="of the scans")
@@ -289,12 +270,10 @@ def main() -> None:
     size = SIZES[args.size]
     measured = {
         "model": lambda: measure_model(size, args.rounds),
-        "eager": lambda: measure_eager(args.rounds),
         "reuse": lambda: measure_reuse(args.longest),
     }
     titles = {
         "model": f"a training step of a transformer, {size.in_words()}",
-        "eager": "eager calls",
         "reuse": "a weight used many times in a scan: error of its gradient, bf16",
     }
     devices = jax.devices()[:1]

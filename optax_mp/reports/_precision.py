@@ -1,6 +1,5 @@
 """precision_report: in which precision products run, and what made them float32."""
 
-import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -23,8 +22,6 @@ from optax_mp.reports._precision_walk import (
 )
 from optax_mp.trees._tree import is_inexact
 
-# JAX's message on operands that it does not promote.
-_MIXED_OPERANDS = re.compile(r"arguments to have the same dtypes, got (\w+), (\w+)\.")
 # By how much a table is cut. The report itself holds all.
 _MOST_ROWS, _CAUSE_WIDTH = 12, 56
 _ADVICE = """
@@ -219,11 +216,10 @@ def _trace(
     """
     leaves, _ = tree_flatten_with_path((args, kwargs))
     argument_names = _argument_names(fun, len(args))
-    try:
-        traced = _trace_call(fun, (args, kwargs))
-    except TypeError as error:
-        _explain_mixed_operands(error, fun, (args, kwargs), argument_names)
-        raise
+    with explain_carry_error("precision_report"):
+        traced = TracedCall.of(
+            lambda both: _call(fun, *both), (args, kwargs), _is_input
+        )
     paths = [leaves[i][0] for i in traced.places]
     names = [_name_of(path, argument_names) for path in paths]
     floating = [i for i, x in enumerate(traced.arrays) if is_inexact(x)]
@@ -249,46 +245,6 @@ def _trace(
     except Exception as error:  # whatever a derivative rule may raise
         reason = str(error).splitlines()[0]
         return traced.closed, names, [f"the forward pass alone, as JAX says: {reason}"]
-
-
-def _trace_call(fun: Callable[..., Any], both: Any) -> TracedCall:
-    with explain_carry_error("precision_report"):
-        return TracedCall.of(lambda both: _call(fun, *both), both, _is_input)
-
-
-def _explain_mixed_operands(
-    error: TypeError, fun: Callable[..., Any], both: Any, names: list[str]
-) -> None:
-    """Raise another error for JAX's on operands of two dtypes, as in a convolution.
-
-    It names each argument that, cast to the narrower dtype, leads to no such error.
-    """
-    found = _MIXED_OPERANDS.search(str(error))
-    if found is None:
-        return
-    narrow, wide = sorted(map(jnp.dtype, found.groups()), key=lambda x: x.itemsize)
-    leaves, treedef = tree_flatten_with_path(both)
-    # By argument, because a model may have thousands of arrays.
-    wide_paths: dict[Any, list[Any]] = {}
-    for path, leaf in leaves:
-        if _is_input(leaf) and leaf.dtype == wide:
-            wide_paths.setdefault(path[:2], []).append(path)
-    culprits = []
-    for argument, paths in wide_paths.items():
-        here = set(paths)
-        cast = [
-            jax.ShapeDtypeStruct(x.shape, narrow) if path in here else x
-            for path, x in leaves
-        ]
-        with contextlib.suppress(TypeError):
-            _trace_call(fun, treedef.unflatten(cast))
-            culprits.append(_name_of(paths[0] if len(paths) == 1 else argument, names))
-    who = f"because of `{'`, `'.join(culprits)}`" if culprits else "somewhere in it"
-    raise TypeError(
-        "precision_report: expected the operands of a convolution in `fun` to have one "
-        f"dtype, got {wide} and {narrow}, {who}; cast the {wide} one to {narrow}, as "
-        f"in `x.astype({narrow.name!r})`. JAX says: {error}"
-    ) from error
 
 
 def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

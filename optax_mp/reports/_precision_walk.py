@@ -43,12 +43,13 @@ from optax_mp._jax._source import (
 
 # Operations that multiply matrices, and show no jaxpr.
 _CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")
-# Casts that JAX or a library of layers makes because of another value: of promoted
-# operands, and of the inputs of a norm, which is cast back later.
-_PROMOTION, _LAYER = _UNSURE = "promotion", "layer"
+# Implicit casts: JAX's of promoted operands, and a library's of the inputs of a norm,
+# which is cast back later.
+_PROMOTION, _LAYER = IMPLICIT = "promotion", "layer"
 # What is float32 by itself. The first in this order is the first to be blamed.
-_KINDS = ("argument", "constant", "array", "number", "cast", "result", *_UNSURE)
-_UNMET = sys.maxsize
+_KINDS = ("argument", "constant", "array", "number", "cast", "result", *IMPLICIT)
+# The rank of a cause that has made no 16-bit value float32.
+NOT_YET = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class PrecisionCause:
     kind: str
     name: str
     line: str = ""
-    rank: int = _UNMET
+    rank: int = NOT_YET
 
     def __str__(self) -> str:
         """Return what to call it in a table."""
@@ -87,7 +88,7 @@ class PrecisionCause:
     @property
     def order(self) -> tuple[bool, int, int]:
         """The smallest of several is to blame."""
-        return self.kind in _UNSURE, self.rank, _KINDS.index(self.kind)
+        return self.kind in IMPLICIT, self.rank, _KINDS.index(self.kind)
 
 
 _Causes = list[PrecisionCause | None]
@@ -139,7 +140,7 @@ class PrecisionProduct:
         return replace(self, count=count * self.count, flops=count * self.flops)
 
 
-class Around(NamedTuple):
+class Enclosing(NamedTuple):
     """What an equation is inside of.
 
     Attributes:
@@ -159,7 +160,7 @@ class Around(NamedTuple):
         return lines if lines.user else self.lines
 
 
-_NOTHING = Around()
+_NOTHING = Enclosing()
 
 
 class Walk:
@@ -177,7 +178,7 @@ class Walk:
         self._ranks: dict[Any, int] = {}
 
     def follow(
-        self, jaxpr: AnyJaxpr, causes: _Causes, around: Around = _NOTHING
+        self, jaxpr: AnyJaxpr, causes: _Causes, enclosing: Enclosing = _NOTHING
     ) -> tuple[_Causes, list[PrecisionProduct]]:
         """Return the causes of the outputs of a jaxpr, and the products in it."""
         jaxpr, consts = open_jaxpr(jaxpr)
@@ -191,28 +192,28 @@ class Walk:
                 for x in equation.invars
             ]
             if has_regions(equation):
-                outputs, inside = self._follow_regions(equation, inputs, around)
+                outputs, inside = self._follow_regions(equation, inputs, enclosing)
                 products += inside
             else:
-                cause = self._cause_of(equation, inputs, around)
+                cause = self._cause_of(equation, inputs, enclosing)
                 outputs = [cause if _has_wide(x) else None for x in equation.outvars]
                 if is_product(equation):
-                    products.append(self._product(equation, inputs, around, cause))
+                    products.append(self._product(equation, inputs, enclosing, cause))
             known.update(zip(equation.outvars, outputs, strict=True))
         outvars: Any = jaxpr.outvars
         return [None if is_literal(x) else known[x] for x in outvars], products
 
     def _cause_of(
-        self, equation: Equation, inputs: _Causes, around: Around
+        self, equation: Equation, inputs: _Causes, enclosing: Enclosing
     ) -> PrecisionCause | None:
         """Return the cause of a float32 value that is computed from these."""
         if not is_product(equation) and _hides_products(equation):
-            place = f"{equation.primitive.name} {around.lines_of(equation).user}"
+            place = f"{equation.primitive.name} {enclosing.lines_of(equation).user}"
             self.notes[f"not looked into: {place.rstrip()}"] = None
         read = equation.invars if is_product(equation) else []
         if not any(map(_has_wide, (*equation.outvars, *read))):
             return None
-        lines = around.lines_of(equation)
+        lines = enclosing.lines_of(equation)
         rank = self._ranks.setdefault((id(equation), lines), len(self._ranks))
         causes = [x for x in inputs if x is not None]
         # `jnp.zeros` is an array made of a number.
@@ -225,18 +226,18 @@ class Walk:
         self,
         equation: Equation,
         inputs: _Causes,
-        around: Around,
+        enclosing: Enclosing,
         cause: PrecisionCause | None,
     ) -> PrecisionProduct:
-        lines = around.lines_of(equation)
-        is_backward = around.is_backward or is_transposed(equation)
+        lines = enclosing.lines_of(equation)
+        is_backward = enclosing.is_backward or is_transposed(equation)
         avals = [*operands(equation), equation.outvars[0].aval]
         dtype = max(
             (aval.dtype for aval in avals[:2]),
             key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize),
         )
         causes = () if cause is None else (cause,)
-        if cause and cause.rank == _UNMET:  # Then both operands must change.
+        if cause and cause.rank == NOT_YET:  # Then both operands must change.
             both = dict.fromkeys(inputs[i] for i in operand_indices(equation))
             causes = tuple(x for x in both if x is not None)
         if is_backward:
@@ -255,16 +256,16 @@ class Walk:
         )
 
     def _follow_regions(
-        self, equation: Equation, inputs: _Causes, around: Around
+        self, equation: Equation, inputs: _Causes, enclosing: Enclosing
     ) -> tuple[_Causes, list[PrecisionProduct]]:
-        wiring, lines = wiring_of(equation), around.lines_of(equation)
+        wiring, lines = wiring_of(equation), enclosing.lines_of(equation)
         is_jit = equation.primitive.name == "jit"
-        is_backward = around.is_backward or is_transposed(equation)
+        is_backward = enclosing.is_backward or is_transposed(equation)
         groups: dict[int, list[PrecisionProduct]] = {}
 
         def through(region: Region, causes: Any) -> _Causes:
             is_in_jax = is_jit and is_function_of_jax(region.jaxpr)
-            inside = Around(lines, around.is_in_jax or is_in_jax, is_backward)
+            inside = Enclosing(lines, enclosing.is_in_jax or is_in_jax, is_backward)
             # In a loop, the last visit is the one that knows most.
             outputs, groups[id(region)] = self.follow(region.jaxpr, causes, inside)
             return outputs
@@ -304,22 +305,22 @@ def _first_of(
 ) -> PrecisionCause:
     """Return the cause of what an equation computes from values with causes."""
     first = min(causes, key=lambda cause: cause.order)
-    unsure = [x for x in causes if x.kind in _UNSURE]
-    if first.rank < _UNMET and first not in unsure:
+    implicit = [x for x in causes if x.kind in IMPLICIT]
+    if first.rank < NOT_YET and first not in implicit:
         return first
-    sources = [x for x in causes if x not in unsure]
-    layers = [x for x in unsure if x.kind == _LAYER]
+    sources = [x for x in causes if x not in implicit]
+    layers = [x for x in implicit if x.kind == _LAYER]
     if layers:  # The epsilon of a norm is not why it does not cast back.
-        unsure = layers
+        implicit = layers
         sources = [x for x in sources if x.kind in ("argument", "constant")]
     if sources:
         source = min(sources, key=lambda cause: cause.order)
-        is_meeting = unsure or any(map(_has_narrow, equation.invars))
+        is_meeting = implicit or any(map(_has_narrow, equation.invars))
         return replace(source, line=line, rank=rank) if is_meeting else source
     # Where an operand is passed on as it is, it is still on its way.
-    if unsure[0].kind == _PROMOTION and equation.primitive.name not in REPEATS:
-        return replace(unsure[0], kind="cast")  # Nothing else asked for it.
-    return unsure[0]
+    if implicit[0].kind == _PROMOTION and equation.primitive.name not in REPEATS:
+        return replace(implicit[0], kind="cast")  # Nothing else asked for it.
+    return implicit[0]
 
 
 def _start(equation: Equation, lines: SourceLines, rank: int) -> PrecisionCause | None:

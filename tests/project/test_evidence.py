@@ -1,7 +1,6 @@
 """docs/evidence.md is what the files of results say, and scripts write such files."""
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -135,25 +134,6 @@ def test_a_thousand_updates_give_the_figures_of_the_page(run, script):
     assert run("stall").tables == committed.tables
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("library", ["Flax NNX", "Haiku", "Equinox"])
-def test_the_benchmark_of_libraries_writes_what_the_page_reads(run, script, library):
-    pytest.importorskip(library.split()[0].lower())
-    committed = script("record").read_all()["libraries"]
-    ((title, before),) = committed.tables.items()
-    found = run("libraries", "--only", library)
-    assert found.command.endswith(f"--only {library!r}" if " " in library else library)
-    assert [row["dtype"] for row in found.tables[title]] == ["bf16", "f16"]
-    for row in found.tables[title]:
-        (old,) = (x for x in before if x.keys() == row.keys() and of(x) == of(row))
-        assert row["runs"] == old["runs"] == "yes"
-        for share in ("forward low", "gradient low"):
-            assert (
-                row[share] == pytest.approx(old[share], abs=0.01) and row[share] > 0.9
-            )
-        assert row["error of gradient"] < 0.05
-
-
 @pytest.fixture
 def short_training(monkeypatch, tmp_path):
     """Keep the pretrained weights of a short run apart from a user's."""
@@ -202,21 +182,6 @@ def test_made_failures_write_what_the_page_reads(run, script):
             next(iter(row.values())) for row in before
         ]
         assert rows[0].keys() == before[0].keys()
-
-
-@pytest.mark.slow
-def test_all_wrappers_at_once_go_on_after_a_restore(script, tmp_path):
-    path, folder = tmp_path / "result.json", {"TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(BENCHMARKS), "composition", "--steps", "16"]
-    command += ["--seeds", "0", "--pretraining", "16", "--json", str(path)]
-    environment = os.environ | folder | {"PYTHONPATH": str(HERE)}
-    subprocess.run(command, check=True, env=environment)
-    *_, resumed = script("record").read(path).rows
-    assert resumed["the same bits"] == "yes"
-
-
-def of(row):
-    return row["library"], row["model"], row["dtype"]
 
 
 @pytest.mark.slow

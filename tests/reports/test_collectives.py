@@ -1,6 +1,7 @@
 """What a report says of compiled programs, against sizes known by hand."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -245,3 +246,17 @@ def test_only_compiled_programs_are_read():
     )
     report = optax_mp.collectives_report(nothing.compile(), {})
     assert str(report) == "no params or gradients are sent; others: 0 bytes"
+
+
+def test_one_warning_says_that_texts_of_another_xla_are_not_read(monkeypatch):
+    from optax_mp._jax import _program_text
+
+    mesh, ask = mesh_of(), _program_text.collectives_in
+    monkeypatch.setattr(_program_text, "_COLLECTIVE", re.compile("(no)thing(.)(.)"))
+    ask.is_known.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="`collectives_report` finds nothing"):
+            report = report_of(jax.grad(loss), described(mesh), mesh)
+        assert report.rows == ()
+    finally:
+        ask.is_known.cache_clear()

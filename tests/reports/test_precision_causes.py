@@ -198,32 +198,6 @@ def test_a_product_of_two_16_bit_dtypes_is_named_as_one():
     assert kind == "result" and said.startswith("a product of bfloat16 with float16")
 
 
-def convolve(params, x, y=0.0):
-    out = jax.lax.conv_general_dilated(x + y, params["k"], (1,), "SAME")
-    return jnp.sum(out)
-
-
-WIDE_BATCH = jnp.ones((1, 3, 8))
-KERNEL = {"k": jnp.ones((4, 3, 3), LOW), "b": jnp.ones(3)}
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "named"),
-    [
-        ((KERNEL, WIDE_BATCH), {}, "because of `x`"),
-        ((KERNEL, WIDE_BATCH.astype(LOW)), {"y": WIDE_BATCH}, "because of `y`"),
-        (({"k": jnp.ones((4, 3, 3))}, WIDE_BATCH.astype(LOW)), {}, "`params['k']`"),
-        ((KERNEL, WIDE_BATCH), {"y": WIDE_BATCH}, "somewhere in it"),
-    ],
-)
-def test_an_argument_that_a_convolution_does_not_take_is_named(args, kwargs, named):
-    message = (
-        f"in `fun` to .*, got float32 and bfloat16, .*{re.escape(named)}.*JAX says: lax"
-    )
-    with pytest.raises(TypeError, match=message):
-        precision_report(convolve, *args, **kwargs)
-
-
 def test_no_two_rows_of_a_table_look_alike():
     names = [f"{'encoder_' * n}layer" for n in range(1, 40, 13)]
     tail = "attention_of_many_words"
