@@ -1,0 +1,444 @@
+"""with_average: a float32 average of the weights, in the optimizer state."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from optax_mp._arguments import (
+    check_given_params,
+    check_own_state,
+    check_whole_number,
+)
+from optax_mp._choose import select
+from optax_mp._context import (
+    Choice,
+    PartStep,
+    Plan,
+    Transformation,
+    context_of,
+)
+from optax_mp._descriptions import spread_shardings
+from optax_mp._dtypes import at_least_float32
+from optax_mp._inner import as_transformation, copy_shared, update_inner
+from optax_mp._jax._arrays import has_tracers, is_traced
+from optax_mp._jax._memory import bring, is_on_host, name_memory
+from optax_mp._jax._traced import TracedCall
+from optax_mp._leaves import Leaves, is_absent
+from optax_mp._states import check_classes, find_states, inner_field
+from optax_mp._take_step import apply_updates
+from optax_mp._tree import is_inexact
+from optax_mp.devices._offload import check_kind, check_memory_of, on_host
+from optax_mp.masters._access import decode_all, read_arguments
+from optax_mp.masters._storage import MixedPrecisionState
+from optax_mp.scaling._state import LossScaleState
+from optax_mp.scaling._unscale import is_unmarked
+
+_CALLER = "with_average"
+# How far the average may be behind by default, as a share of its distance: half of it.
+_MOST_AT_ONCE = 0.01
+# What is on the device at a time of an average in host memory, as in `offload`.
+_PLAN = Plan(min_size=2**16, chunk_bytes=2**26)
+
+# From what the weights are computed from, and the average, to the new average.
+_Advance = Callable[[Any, list[Any]], list[Any]]
+
+
+class AverageState(NamedTuple):
+    """State of `with_average`.
+
+    Its structure, shapes and dtypes never change.
+
+    Attributes:
+        average: a tree like the params: float32 for each floating leaf of 32 bits or
+            fewer, in the leaf's shape; `optax.MaskedNode()` for integers, bools, keys.
+        step_count: int32 scalar, the number of steps that were taken.
+        inner_state: the state of the inner optimizer. Its public fields, such as
+            `hyperparams`, are also attributes of this state.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(optax.adam(1e-3), decay=0.999)
+        >>> state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
+        >>> state.average["w"].dtype.name, int(state.step_count)
+        ('float32', 0)
+    """
+
+    average: optax.Params
+    step_count: jax.Array
+    inner_state: optax.OptState
+    __getattr__ = inner_field
+
+
+class _Settings(NamedTuple):
+    """The settings of `with_average`: its arguments, checked."""
+
+    decay: float
+    every: int
+    start: int
+    memory_kind: str | None
+    param_shardings: Any
+
+
+def with_average(
+    inner: optax.GradientTransformation,
+    decay: float,
+    *,
+    every: int | None = None,
+    start: int = 0,
+    memory_kind: str | None = None,
+    param_shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Keep an exponential moving average of the weights in the optimizer state.
+
+    Evaluate with `average_params(opt_state, params)`. The average is float32, of the
+    masters where there are any. An average in bfloat16 does not move: at a decay of
+    0.999 a step of it is less than half a unit in the last place.
+
+    A step that a loss scale or `optax.apply_if_finite` skips does not count, and
+    `optax.MultiSteps` counts steps of the optimizer. Put `with_average` around all of
+    these, so that a step in which the average does not move reads none of it. Only
+    `zero1` may be around it, and `optax.masked` or `optax.partition` for a part of the
+    params: integers and params that a mask hides have no average.
+
+    Args:
+        inner: any optax optimizer or chain.
+        decay: the share of the average that one step keeps, such as 0.999.
+        every: the number of steps between two moves, each by `decay**every`. By default
+            the largest for which `every * (1 - decay)` is at most 0.01. The average is
+            then off by about 0.5% of its distance from the weights, and most steps have
+            no cost. With 1, it is `optax.incremental_update` of float32 weights.
+        start: the number of steps until averaging starts. Until then the average is a
+            copy of the weights, made every `every` steps and at step `start`. The
+            first weights of a model that is trained from scratch are best left out.
+        memory_kind: `"pinned_host"` keeps the large arrays of the average in host
+            memory, and moves them chunk by chunk. As with `offload`, donate the state
+            to `jax.jit`.
+        param_shardings: how the params are sharded under `jit`, for `memory_kind`, as
+            in `offload`.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        TypeError: if `inner` is not a gradient transformation, or an argument is of the
+            wrong type.
+        ValueError: if `decay` is not at least 0 and less than 1, or `every`, `start` or
+            `memory_kind` cannot be.
+        RuntimeError: if this version of JAX cannot move arrays between memories.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(
+        ...     optax_mp.mixed_precision(optax.sgd(1.0)), decay=0.99
+        ... )
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> state = tx.init(params)
+        >>> for _ in range(100):
+        ...     updates, state = tx.update({"w": jnp.full(2, 0.001)}, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> average = optax_mp.average_params(state, params)
+        >>> [round(float(x["w"][0]), 3) for x in (params, average)]
+        [0.898, 0.963]
+
+    References:
+        Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging,
+        1992, https://doi.org/10.1137/0330046
+    """
+    inner = as_transformation(inner, _CALLER)
+    settings = _check(decay, every, start, memory_kind, param_shardings)
+
+    def init_fn(params: optax.Params) -> AverageState:
+        if memory_kind is not None:
+            check_memory_of(params, _CALLER)
+        inner_state = copy_shared(inner.init(params), params)
+        average = _first_average(inner_state, params, is_hosted=memory_kind is not None)
+        return AverageState(average, jnp.zeros((), jnp.int32), inner_state)
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, AverageState]:
+        step = _Step.of(updates, state, params, extra_args, settings)
+        updates, inner_state = update_inner(
+            inner, updates, state.inner_state, params, extra_args, _CALLER
+        )
+        return updates, step.move(inner_state, apply_updates(params, updates))
+
+    # `take_step` takes the step of `inner`. Within the same program the engine would
+    # have to know that a loop over all leaves reads each by itself.
+    def in_parts(
+        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
+    ) -> PartStep:
+        step = _Step.of(updates, state, params, extra_args, settings)
+
+        def inner_update(*args: Any, **extra_args: Any) -> tuple[Any, Any]:
+            return update_inner(inner, *args, extra_args, _CALLER)
+
+        args = updates, state.inner_state, params, extra_args
+        part = PartStep(inner_update, *args, None, None)
+        if of_inner := getattr(inner, "in_parts", None):
+            part = of_inner(*args)
+
+        def gather(params: Any, inner_state: Any) -> tuple[Any, AverageState]:
+            if part.cuts is not None:
+                params, inner_state = part.cuts.gather(params, inner_state)
+            return params, step.move(inner_state, params)
+
+        return part._replace(cuts=SimpleNamespace(gather=gather))
+
+    made = Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=False)
+    made.in_parts = in_parts
+    return made
+
+
+def _check(
+    decay: Any, every: Any, start: Any, memory_kind: Any, param_shardings: Any
+) -> _Settings:
+    """Return the settings, or raise."""
+    if not isinstance(decay, int | float) or not 0 <= decay < 1:
+        error = ValueError if isinstance(decay, int | float) else TypeError
+        raise error(
+            f"{_CALLER}: expected `decay` to be a number of at least 0 and less than "
+            f"1, such as 0.999, got {decay!r}."
+        )
+    if every is None:
+        # 0.999 is a little more than it says.
+        every = max(1, int(_MOST_AT_ONCE / (1 - decay) * (1 + 1e-9)))
+    every = check_whole_number(f"{_CALLER}: `every`", every)
+    start = check_whole_number(f"{_CALLER}: `start`", start, 0)
+    if memory_kind is not None:
+        check_kind(memory_kind, _CALLER)
+    return _Settings(float(decay), every, start, memory_kind, param_shardings)
+
+
+def _weights(inner_state: Any, params: Leaves) -> list[Any]:
+    """Return the masters, and the params that have none."""
+    weights = list(params.values)
+    states = [state for _, state in find_states(inner_state, MixedPrecisionState)]
+    for i, _, _, master in decode_all(params, states):
+        weights[i] = master
+    return weights
+
+
+def _first_average(inner_state: Any, params: Any, *, is_hosted: bool) -> Any:
+    """Return the average at the first step: copies of the weights."""
+    leaves = Leaves.of(params, caller=_CALLER)
+
+    def copy(weight: Any) -> Any:
+        if not is_inexact(weight):
+            return optax.MaskedNode()
+        made = jnp.array(weight, at_least_float32(weight.dtype), copy=True)
+        return name_memory(on_host(made, _PLAN.min_size)) if is_hosted else made
+
+    return leaves.unflatten(map(copy, _weights(inner_state, leaves)))
+
+
+class _Step(NamedTuple):
+    """What decides how the average moves.
+
+    Attributes:
+        state: the state before the step.
+        taken: whether the step is taken, as far as is known before it.
+        is_elementwise: whether what is around takes the step leaf by leaf, and copies
+            arrays from host memory itself.
+        shardings: of the leaves of the average, or empty if not known.
+        settings: the settings.
+    """
+
+    state: AverageState
+    taken: Choice
+    is_elementwise: bool
+    shardings: Sequence[NamedSharding | None]
+    settings: _Settings
+
+    @classmethod
+    def of(
+        cls, updates: Any, state: Any, params: Any, extra: Any, settings: _Settings
+    ) -> "_Step":
+        """Return the step of an `update` with these arguments, or raise."""
+        check_given_params(params, _CALLER)
+        check_own_state(state, AverageState, _CALLER)
+        context = context_of(extra)
+        taken = is_unmarked(updates, extra) & context.proceed
+        shardings = _shardings_of(params, context.part_shardings, settings)
+        return cls(state, taken, context.is_in_take_step, shardings, settings)
+
+    def move(self, inner_state: Any, params: Any) -> AverageState:
+        """Return the state after a step that led to these."""
+        before, settings = self.state, self.settings
+        taken = self.taken & _was_taken(before.inner_state, inner_state)
+        count = jnp.asarray(optax.safe_increment(before.step_count))
+        due: Choice = True
+        if settings.every > 1:
+            due = (count - settings.start) % settings.every == 0
+        leaves = Leaves.of(params, caller=_CALLER)
+        old = leaves.match(before.average, "the average in the state")
+        moved = [i for i, x in enumerate(old) if not is_absent(x)]
+
+        def advance(source: Any, average: list[Any]) -> list[Any]:
+            values = list(leaves.values)
+            for i, x in zip(moved, source[0], strict=True):
+                values[i] = x
+            now = Leaves.of(leaves.unflatten(values), caller=_CALLER)
+            weights = _weights(source[1], now)
+            pairs = [(weights[i], x) for i, x in zip(moved, average, strict=True)]
+            return [_blend(count, settings, *pair) for pair in pairs]
+
+        # Only what is read, since a loop takes all of it.
+        states = [x for _, x in find_states(inner_state, MixedPrecisionState)]
+        source = (
+            [leaves.values[i] for i in moved],
+            [x._replace(inner_state=()) for x in states],
+        )
+        # No gradient flows through the average: JAX has none for such a loop.
+        given = jax.tree.map(_constant, (source, [old[i] for i in moved]))
+        new: list[Any] = [optax.MaskedNode()] * len(old)
+        for i, x in zip(moved, self._run(advance, *given, taken & due), strict=True):
+            new[i] = x
+        count = count if taken is True else jnp.where(taken, count, before.step_count)
+        return AverageState(leaves.unflatten(new), count, inner_state)
+
+    def _run(
+        self, advance: _Advance, source: Any, old: list[Any], due: Choice
+    ) -> list[Any]:
+        """Return `advance(source, old)` if it is due, else `old`."""
+        if not is_traced(due) and not due:
+            return old
+        if self.is_elementwise:
+            pairs = zip(advance(source, old), old, strict=True)
+            return [select(due, x, y) for x, y in pairs]
+        if any(map(is_on_host, jax.tree.leaves((source, old)))):
+            return _run_from_host(advance, source, old, due, self.shardings)
+        if not is_traced(due):
+            return advance(source, old)
+
+        # A loop of one round or none overwrites the average, and a `lax.cond` would
+        # copy it. The barrier keeps what the loop computes, such as float32 weights,
+        # from being computed before it in each step.
+        def body(k: Any, average: list[Any]) -> list[Any]:
+            return advance(lax.optimization_barrier((k, source))[1], average)
+
+        return lax.fori_loop(jnp.int32(0), due.astype(jnp.int32), body, old)
+
+
+def _run_from_host(
+    advance: _Advance, source: Any, old: Any, due: Choice, shardings: Any
+) -> list[Any]:
+    """Return the average in host memory, moved chunk by chunk if a move is due."""
+    from optax_mp.engine import run_on_device, step_from_host
+
+    def step(source: Any, old: Any, proceed: Choice = True) -> Any:
+        return run_on_device(lambda *x: (None, advance(*x)), source, old, proceed)
+
+    def run(given: Any) -> list[Any]:
+        source, old, due = given
+        plan = _PLAN._replace(shardings=shardings)
+        result = step_from_host(step, source, old, plan, due) or step(*given)
+        pairs = zip(result[1], old, strict=True)
+        return [x if is_on_host(y) else select(due, x, y) for x, y in pairs]
+
+    given = source, old, jnp.asarray(due)
+    return run(given) if has_tracers(given) else TracedCall.of(run, given).run()
+
+
+def _constant(x: Any) -> Any:
+    return lax.stop_gradient(x) if is_inexact(x) else x
+
+
+def _blend(count: Any, settings: _Settings, weight: Any, average: Any) -> Any:
+    """Return the average moved towards a weight; the weight until averaging starts."""
+    weight = weight.astype(average.dtype)
+    step_size = 1 - settings.decay**settings.every
+    moved: Any = optax.incremental_update(weight, average, step_size)
+    if settings.start:
+        moved = lax.select(count <= settings.start, weight, moved)
+    return moved
+
+
+def _was_taken(before: Any, after: Any) -> Choice:
+    """Return whether wrappers inside took a step, as their states say."""
+    taken: Choice = True
+    for kind in (LossScaleState, optax.ApplyIfFiniteState):
+        for _, state in find_states(after, kind):
+            taken &= state.last_finite
+    steps = [find_states(x, optax.MultiStepsState) for x in (before, after)]
+    for (_, old), (_, new) in zip(*steps, strict=True):
+        taken &= new.gradient_step != old.gradient_step
+    return taken
+
+
+def _shardings_of(params: Any, parts: Any, settings: _Settings) -> Any:
+    """Return how the leaves of the average are sharded; empty if not known."""
+    if settings.memory_kind is None:
+        return []
+    leaves = Leaves.of(params, caller=_CALLER)
+    if parts is not None:
+        pairs = zip(leaves.paths, leaves.values, strict=True)
+        found = [parts.get((path, jnp.shape(x))) for path, x in pairs]
+    else:
+        found = spread_shardings(params, settings.param_shardings, _CALLER)
+    pairs = zip(found, leaves.values, strict=False)
+    return [sharding for sharding, x in pairs if is_inexact(x)]
+
+
+def average_params(
+    opt_state: optax.OptState, params: optax.Params, *, in_param_dtypes: bool = False
+) -> optax.Params:
+    """Return the params with the average of `with_average` in their place.
+
+    Leaves without an average are returned as they are in `params`. Of several averages
+    of one param, the outermost counts; pass `opt_state.inner_state` for the next. An
+    average in host memory comes back in device memory.
+
+    Args:
+        opt_state: any optimizer state, with `with_average` at any depth of wrappers. Or
+            an `nnx.Optimizer`.
+        params: the current params. Or the `nnx.Module` that the optimizer trains.
+        in_param_dtypes: whether to cast the average to the dtypes of the params. By
+            default it is float32.
+
+    Returns:
+        A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`. It
+        shares no array with `opt_state` or `params`.
+
+    Raises:
+        TypeError: if `opt_state` is no optimizer state, or comes second.
+        ValueError: if the state holds no average, or that of other params.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(optax.adam(1e-3), decay=0.999)
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> average = optax_mp.average_params(tx.init(params), params)
+        >>> average["w"].dtype.name
+        'float32'
+    """
+    caller = "average_params"
+    opt_state, params, leaves = read_arguments(opt_state, params, caller)
+    found = find_states(opt_state, AverageState)
+    if not found:
+        check_classes(opt_state, caller)
+        raise ValueError(
+            f"{caller}: expected `opt_state` of an optimizer with "
+            "optax_mp.with_average in it, got one without an AverageState; wrap the "
+            "optimizer, and convert its state with `optax_mp.convert_opt_state`."
+        )
+    values = list(leaves.values)
+    # The innermost first, so that the outermost counts.
+    for _, state in reversed(found):
+        for i, x in enumerate(leaves.match(state.average, "the average")):
+            if not is_absent(x):
+                x = bring(x)
+                values[i] = x.astype(leaves.values[i].dtype) if in_param_dtypes else x
+    return copy_shared(leaves.unflatten(values), (opt_state, params))
