@@ -1,6 +1,7 @@
 """convert_opt_state: a run's state for another form of the same optimizer."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from optax_mp.masters._access import (
     map_masters,
     read_arguments,
 )
+from optax_mp.masters._average import AverageState, start_at
 from optax_mp.masters._storage import MixedPrecisionState, storage_of
 from optax_mp.scaling._state import LossScaleState
 
@@ -31,7 +33,13 @@ _CAST_FIRST = (
     "Cast first, with `params = policy.cast_to_param(master_params(opt_state, params))`"
     "; then convert, and continue with these params."
 )
-_WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
+_WRAPPERS = (
+    MixedPrecisionState,
+    LowBitState,
+    StochasticRoundingState,
+    LossScaleState,
+    AverageState,
+)
 
 
 def convert_opt_state(
@@ -44,11 +52,12 @@ def convert_opt_state(
 
     Both transformations must have the same optimizer inside. Around it either may have
     `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding`,
-    `offload` and a loss scale, or none of them. Counts are copied; masters and moments
-    are stored in the new form, and in the memory of the new form. Parts that only the
-    new form has, such as a loss scale, start as in its `init`. So does a loss scale
-    with another start or hysteresis; otherwise the scale is brought into the new
-    bounds. Parts that only the old form had are dropped.
+    `with_average`, `offload` and a loss scale, or none of them. Counts are copied;
+    masters and moments are stored in the new form, and in the memory of the new form.
+    Parts that only the new form has, such as a loss scale, start as in its `init`, and
+    an average starts at the weights. A loss scale with another start or hysteresis
+    starts again; otherwise the scale is brought into the new bounds. Parts that only
+    the old form had are dropped.
 
     This function does not change the params. Three conversions need that:
 
@@ -115,6 +124,8 @@ def convert_opt_state(
     filled = _fill(template, iter(values), wrappers)
     if has_masters:
         filled = _replace_masters(filled, weights, leaves)
+    if AverageState not in wrappers:
+        filled = map_states(partial(start_at, weights), filled, AverageState)
     # Arrays that were not changed are copied, so that all three can be donated.
     return copy_shared(filled, (opt_state, params))
 

@@ -27,7 +27,7 @@ from optax_mp._descriptions import spread_shardings
 from optax_mp._dtypes import at_least_float32
 from optax_mp._inner import as_transformation, copy_shared, update_inner
 from optax_mp._jax._arrays import has_tracers, is_traced
-from optax_mp._jax._memory import bring, is_on_host, name_memory
+from optax_mp._jax._memory import bring, is_on_host, name_memory, put_beside
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import check_classes, find_states, inner_field
@@ -161,7 +161,9 @@ def with_average(
         if memory_kind is not None:
             check_memory_of(params, _CALLER)
         inner_state = copy_shared(inner.init(params), params)
-        average = _first_average(inner_state, params, is_hosted=memory_kind is not None)
+        leaves = Leaves.of(params, caller=_CALLER)
+        weights = _weights(inner_state, leaves)
+        average = _first_average(weights, leaves, memory_kind)
         return AverageState(average, jnp.zeros((), jnp.int32), inner_state)
 
     def update_fn(
@@ -179,6 +181,7 @@ def with_average(
         updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
     ) -> PartStep:
         step = _Step.of(updates, state, params, extra_args, settings)
+        step = step._replace(is_elementwise=False)  # the average moves after it
 
         def inner_update(*args: Any, **extra_args: Any) -> tuple[Any, Any]:
             return update_inner(inner, *args, extra_args, _CALLER)
@@ -229,17 +232,29 @@ def _weights(inner_state: Any, params: Leaves) -> list[Any]:
     return weights
 
 
-def _first_average(inner_state: Any, params: Any, *, is_hosted: bool) -> Any:
-    """Return the average at the first step: copies of the weights."""
-    leaves = Leaves.of(params, caller=_CALLER)
+def _first_average(weights: Sequence[Any], params: Leaves, memory_kind: Any) -> Any:
+    """Return the average before the first step: copies of the weights."""
 
     def copy(weight: Any) -> Any:
         if not is_inexact(weight):
             return optax.MaskedNode()
         made = jnp.array(weight, at_least_float32(weight.dtype), copy=True)
-        return name_memory(on_host(made, _PLAN.min_size)) if is_hosted else made
+        return name_memory(on_host(made, _PLAN.min_size)) if memory_kind else made
 
-    return leaves.unflatten(map(copy, _weights(inner_state, leaves)))
+    return params.unflatten(map(copy, weights))
+
+
+def start_at(weights: optax.Params, state: AverageState) -> AverageState:
+    """Return a state with the weights as the average."""
+    leaves = Leaves.of(weights, caller=_CALLER)
+    made = _first_average(leaves.values, leaves, None)
+    average = jax.tree.map(
+        lambda old, new: old if is_absent(old) else put_beside(new, old),
+        state.average,
+        made,
+        is_leaf=is_absent,
+    )
+    return state._replace(average=average)
 
 
 class _Step(NamedTuple):
