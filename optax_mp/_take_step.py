@@ -138,7 +138,8 @@ def bind_step(
     And from the new params and state of that step to those of `tx`.
     """
     gather: Gather = lambda params, opt_state: (params, opt_state)  # noqa: E731
-    update, shardings = as_transformation(tx, name, "tx").update, None
+    update = as_transformation(tx, name, "tx").update
+    shardings: list[Any] | None = None
     if in_parts := getattr(tx, "in_parts", None):
         part = in_parts(grads, opt_state, params, extra_args)
         update, grads, opt_state, params, extra_args, shardings, cuts = part

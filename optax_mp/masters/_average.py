@@ -183,13 +183,15 @@ def with_average(
         step = _Step.of(updates, state, params, extra_args, settings)
         step = step._replace(is_elementwise=False)  # the average moves after it
 
-        def inner_update(*args: Any, **extra_args: Any) -> tuple[Any, Any]:
-            return update_inner(inner, *args, extra_args, _CALLER)
+        def inner_update(*args: Any, **extra: Any) -> tuple[Any, Any]:
+            grads, inner_state, params = args
+            return update_inner(inner, grads, inner_state, params, extra, _CALLER)
 
         args = updates, state.inner_state, params, extra_args
-        part = PartStep(inner_update, *args, None, None)
-        if of_inner := getattr(inner, "in_parts", None):
-            part = of_inner(*args)
+        of_inner = getattr(inner, "in_parts", None)
+        part = (
+            of_inner(*args) if of_inner else PartStep(inner_update, *args, None, None)
+        )
 
         def gather(params: Any, inner_state: Any) -> tuple[Any, AverageState]:
             if part.cuts is not None:
@@ -315,9 +317,10 @@ class _Step(NamedTuple):
             [x._replace(inner_state=()) for x in states],
         )
         # No gradient flows through the average: JAX has none for such a loop.
-        given = jax.tree.map(_constant, (source, [old[i] for i in moved]))
+        source, average = jax.tree.map(_constant, (source, [old[i] for i in moved]))
+        made = self._run(advance, source, average, taken & due)
         new: list[Any] = [optax.MaskedNode()] * len(old)
-        for i, x in zip(moved, self._run(advance, *given, taken & due), strict=True):
+        for i, x in zip(moved, made, strict=True):
             new[i] = x
         count = count if taken is True else jnp.where(taken, count, before.step_count)
         return AverageState(leaves.unflatten(new), count, inner_state)
@@ -342,7 +345,8 @@ class _Step(NamedTuple):
         def body(k: Any, average: list[Any]) -> list[Any]:
             return advance(lax.optimization_barrier((k, source))[1], average)
 
-        return lax.fori_loop(jnp.int32(0), due.astype(jnp.int32), body, old)
+        rounds = jnp.asarray(due).astype(jnp.int32)
+        return lax.fori_loop(jnp.int32(0), rounds, body, old)
 
 
 def _run_from_host(
