@@ -1,6 +1,7 @@
 """with_average: a float32 average of the weights, in the optimizer state."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from optax_mp._arguments import (
 from optax_mp._choose import select
 from optax_mp._context import (
     Choice,
+    Context,
     PartStep,
     Plan,
     Transformation,
@@ -75,16 +77,6 @@ class AverageState(NamedTuple):
     step_count: jax.Array
     inner_state: optax.OptState
     __getattr__ = inner_field
-
-
-class _Settings(NamedTuple):
-    """The settings of `with_average`: its arguments, checked."""
-
-    decay: float
-    every: int
-    start: int
-    memory_kind: str | None
-    param_shardings: Any
 
 
 def with_average(
@@ -155,33 +147,33 @@ def with_average(
         1992, https://doi.org/10.1137/0330046
     """
     inner = as_transformation(inner, _CALLER)
-    settings = _check(decay, every, start, memory_kind, param_shardings)
+    average = _Average.of(decay, every, start, memory_kind, param_shardings)
 
     def init_fn(params: optax.Params) -> AverageState:
         if memory_kind is not None:
             check_memory_of(params, _CALLER)
         inner_state = copy_shared(inner.init(params), params)
         leaves = Leaves.of(params, caller=_CALLER)
-        weights = _weights(inner_state, leaves)
-        average = _first_average(weights, leaves, memory_kind)
-        return AverageState(average, jnp.zeros((), jnp.int32), inner_state)
+        first = _copies(_weights(inner_state, leaves), leaves, memory_kind)
+        return AverageState(first, jnp.zeros((), jnp.int32), inner_state)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, AverageState]:
-        step = _Step.of(updates, state, params, extra_args, settings)
+        context = _context_of(updates, state, params, extra_args)
         updates, inner_state = update_inner(
             inner, updates, state.inner_state, params, extra_args, _CALLER
         )
-        return updates, step.move(inner_state, apply_updates(params, updates))
+        new_params = apply_updates(params, updates)
+        return updates, average.move(state, inner_state, new_params, context)
 
-    # `take_step` takes the step of `inner`. Within the same program the engine would
-    # have to know that a loop over all leaves reads each by itself.
+    # `take_step` takes the step of `inner`, and then moves the average. In one program
+    # the engine would take the loop over all leaves for one operation that needs all.
     def in_parts(
         updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
     ) -> PartStep:
-        step = _Step.of(updates, state, params, extra_args, settings)
-        step = step._replace(is_elementwise=False)  # the average moves after it
+        context = _context_of(updates, state, params, extra_args)
+        context = replace(context, is_in_take_step=False)
 
         def inner_update(*args: Any, **extra: Any) -> tuple[Any, Any]:
             grads, inner_state, params = args
@@ -193,10 +185,9 @@ def with_average(
             of_inner(*args) if of_inner else PartStep(inner_update, *args, None, None)
         )
 
-        def gather(params: Any, inner_state: Any) -> tuple[Any, AverageState]:
-            if part.cuts is not None:
-                params, inner_state = part.cuts.gather(params, inner_state)
-            return params, step.move(inner_state, params)
+        def gather(*new: Any) -> tuple[Any, AverageState]:
+            params, inner_state = part.cuts.gather(*new) if part.cuts else new
+            return params, average.move(state, inner_state, params, context)
 
         return part._replace(cuts=SimpleNamespace(gather=gather))
 
@@ -205,24 +196,16 @@ def with_average(
     return made
 
 
-def _check(
-    decay: Any, every: Any, start: Any, memory_kind: Any, param_shardings: Any
-) -> _Settings:
-    """Return the settings, or raise."""
-    if not isinstance(decay, int | float) or not 0 <= decay < 1:
-        error = ValueError if isinstance(decay, int | float) else TypeError
-        raise error(
-            f"{_CALLER}: expected `decay` to be a number of at least 0 and less than "
-            f"1, such as 0.999, got {decay!r}."
-        )
-    if every is None:
-        # 0.999 is a little more than it says.
-        every = max(1, int(_MOST_AT_ONCE / (1 - decay) * (1 + 1e-9)))
-    every = check_whole_number(f"{_CALLER}: `every`", every)
-    start = check_whole_number(f"{_CALLER}: `start`", start, 0)
-    if memory_kind is not None:
-        check_kind(memory_kind, _CALLER)
-    return _Settings(float(decay), every, start, memory_kind, param_shardings)
+def _context_of(updates: Any, state: Any, params: Any, extra_args: Any) -> Context:
+    """Return the context of an `update`, or raise if its arguments are wrong.
+
+    Also what a link in a chain before says of the step.
+    """
+    check_given_params(params, _CALLER)
+    check_own_state(state, AverageState, _CALLER)
+    context = context_of(extra_args)
+    proceed = is_unmarked(updates, extra_args) & context.proceed
+    return replace(context, proceed=proceed)
 
 
 def _weights(inner_state: Any, params: Leaves) -> list[Any]:
@@ -234,8 +217,8 @@ def _weights(inner_state: Any, params: Leaves) -> list[Any]:
     return weights
 
 
-def _first_average(weights: Sequence[Any], params: Leaves, memory_kind: Any) -> Any:
-    """Return the average before the first step: copies of the weights."""
+def _copies(weights: Sequence[Any], params: Leaves, memory_kind: Any) -> Any:
+    """Return an average that is equal to the weights."""
 
     def copy(weight: Any) -> Any:
         if not is_inexact(weight):
@@ -249,110 +232,138 @@ def _first_average(weights: Sequence[Any], params: Leaves, memory_kind: Any) -> 
 def start_at(weights: optax.Params, state: AverageState) -> AverageState:
     """Return a state with the weights as the average."""
     leaves = Leaves.of(weights, caller=_CALLER)
-    made = _first_average(leaves.values, leaves, None)
     average = jax.tree.map(
         lambda old, new: old if is_absent(old) else put_beside(new, old),
         state.average,
-        made,
+        _copies(leaves.values, leaves, None),
         is_leaf=is_absent,
     )
     return state._replace(average=average)
 
 
-class _Step(NamedTuple):
-    """What decides how the average moves.
+def _was_taken(before: Any, after: Any) -> Choice:
+    """Return whether wrappers inside took a step, as their states say."""
+    taken: Choice = True
+    for _, state in find_states(after, (LossScaleState, optax.ApplyIfFiniteState)):
+        taken &= state.last_finite
+    steps = [find_states(x, optax.MultiStepsState) for x in (before, after)]
+    for (_, old), (_, new) in zip(*steps, strict=True):
+        taken &= new.gradient_step != old.gradient_step
+    return taken
 
-    Attributes:
-        state: the state before the step.
-        taken: whether the step is taken, as far as is known before it.
-        is_elementwise: whether what is around takes the step leaf by leaf, and copies
-            arrays from host memory itself.
-        shardings: of the leaves of the average, or empty if not known.
-        settings: the settings.
-    """
 
-    state: AverageState
-    taken: Choice
-    is_elementwise: bool
-    shardings: Sequence[NamedSharding | None]
-    settings: _Settings
+class _Average(NamedTuple):
+    """How an average moves: the arguments of `with_average`, checked."""
+
+    decay: float
+    every: int
+    start: int
+    param_shardings: Any
 
     @classmethod
     def of(
-        cls, updates: Any, state: Any, params: Any, extra: Any, settings: _Settings
-    ) -> "_Step":
-        """Return the step of an `update` with these arguments, or raise."""
-        check_given_params(params, _CALLER)
-        check_own_state(state, AverageState, _CALLER)
-        context = context_of(extra)
-        taken = is_unmarked(updates, extra) & context.proceed
-        shardings = _shardings_of(params, context.part_shardings, settings)
-        return cls(state, taken, context.is_in_take_step, shardings, settings)
+        cls, decay: Any, every: Any, start: Any, memory_kind: Any, param_shardings: Any
+    ) -> "_Average":
+        """Return the settings, or raise."""
+        is_number = isinstance(decay, int | float)
+        if not is_number or not 0 <= decay < 1:
+            raise (ValueError if is_number else TypeError)(
+                f"{_CALLER}: expected `decay` to be a number of at least 0 and less "
+                f"than 1, such as 0.999, got {decay!r}."
+            )
+        if every is None:
+            # 1 - 0.999 is a little more than 0.001.
+            every = max(1, int(_MOST_AT_ONCE / (1 - decay) * (1 + 1e-9)))
+        every = check_whole_number(f"{_CALLER}: `every`", every)
+        start = check_whole_number(f"{_CALLER}: `start`", start, 0)
+        if memory_kind is not None:
+            check_kind(memory_kind, _CALLER)
+        return cls(float(decay), every, start, param_shardings)
 
-    def move(self, inner_state: Any, params: Any) -> AverageState:
-        """Return the state after a step that led to these."""
-        before, settings = self.state, self.settings
-        taken = self.taken & _was_taken(before.inner_state, inner_state)
+    def move(
+        self, before: AverageState, inner_state: Any, params: Any, context: Context
+    ) -> AverageState:
+        """Return the state after a step that led to `inner_state` and `params`."""
+        taken = context.proceed & _was_taken(before.inner_state, inner_state)
         count = jnp.asarray(optax.safe_increment(before.step_count))
-        due: Choice = True
-        if settings.every > 1:
-            due = (count - settings.start) % settings.every == 0
+        is_due = self.every == 1 or (count - self.start) % self.every == 0
         leaves = Leaves.of(params, caller=_CALLER)
-        old = leaves.match(before.average, "the average in the state")
-        moved = [i for i, x in enumerate(old) if not is_absent(x)]
+        average = leaves.match(before.average, "the average in the state")
+        moved = [i for i, x in enumerate(average) if not is_absent(x)]
 
-        def advance(source: Any, average: list[Any]) -> list[Any]:
+        def advance(source: Any, old: list[Any]) -> list[Any]:
             values = list(leaves.values)
             for i, x in zip(moved, source[0], strict=True):
                 values[i] = x
             now = Leaves.of(leaves.unflatten(values), caller=_CALLER)
             weights = _weights(source[1], now)
-            pairs = [(weights[i], x) for i, x in zip(moved, average, strict=True)]
-            return [_blend(count, settings, *pair) for pair in pairs]
+            pairs = [(weights[i], x) for i, x in zip(moved, old, strict=True)]
+            return [self._blend(count, *pair) for pair in pairs]
 
         # Only what is read, since a loop takes all of it.
         states = [x for _, x in find_states(inner_state, MixedPrecisionState)]
-        source = (
-            [leaves.values[i] for i in moved],
-            [x._replace(inner_state=()) for x in states],
-        )
+        states = [x._replace(inner_state=()) for x in states]
+        given = [leaves.values[i] for i in moved], states, [average[i] for i in moved]
         # No gradient flows through the average: JAX has none for such a loop.
-        source, average = jax.tree.map(_constant, (source, [old[i] for i in moved]))
-        made = self._run(advance, source, average, taken & due)
-        new: list[Any] = [optax.MaskedNode()] * len(old)
+        *source, old = jax.tree.map(_constant, given)
+        if any(map(is_on_host, jax.tree.leaves(given))) and not context.is_in_take_step:
+            shardings = self._shardings(leaves, params, context, moved)
+            plan = _PLAN._replace(shardings=shardings)
+            made = _run_from_host(advance, source, old, taken & is_due, plan)
+        else:
+            made = _run(advance, source, old, taken & is_due, context)
         for i, x in zip(moved, made, strict=True):
-            new[i] = x
+            average[i] = x
         count = count if taken is True else jnp.where(taken, count, before.step_count)
-        return AverageState(leaves.unflatten(new), count, inner_state)
+        return AverageState(leaves.unflatten(average), count, inner_state)
 
-    def _run(
-        self, advance: _Advance, source: Any, old: list[Any], due: Choice
-    ) -> list[Any]:
-        """Return `advance(source, old)` if it is due, else `old`."""
-        if not is_traced(due) and not due:
-            return old
-        if self.is_elementwise:
-            pairs = zip(advance(source, old), old, strict=True)
-            return [select(due, x, y) for x, y in pairs]
-        if any(map(is_on_host, jax.tree.leaves((source, old)))):
-            return _run_from_host(advance, source, old, due, self.shardings)
-        if not is_traced(due):
-            return advance(source, old)
+    def _blend(self, count: Any, weight: Any, average: Any) -> Any:
+        """Return the average moved towards a weight; the weight before the start."""
+        weight = weight.astype(average.dtype)
+        step_size = 1 - self.decay**self.every
+        moved: Any = optax.incremental_update(weight, average, step_size)
+        return lax.select(count <= self.start, weight, moved) if self.start else moved
 
-        # A loop of one round or none overwrites the average, and a `lax.cond` would
-        # copy it. The barrier keeps what the loop computes, such as float32 weights,
-        # from being computed before it in each step.
-        def body(k: Any, average: list[Any]) -> list[Any]:
-            return advance(lax.optimization_barrier((k, source))[1], average)
+    def _shardings(
+        self, leaves: Leaves, params: Any, context: Context, moved: list[int]
+    ) -> list[NamedSharding | None]:
+        """Return how the leaves of the average are sharded; empty if not known."""
+        if (parts := context.part_shardings) is None:
+            found = spread_shardings(params, self.param_shardings, _CALLER)
+        else:
+            pairs = zip(leaves.paths, leaves.values, strict=True)
+            found = [parts.get((path, jnp.shape(x))) for path, x in pairs]
+        return [found[i] for i in moved] if found else []
 
-        rounds = jnp.asarray(due).astype(jnp.int32)
-        return lax.fori_loop(jnp.int32(0), rounds, body, old)
+
+def _constant(x: Any) -> Any:
+    return lax.stop_gradient(x) if is_inexact(x) else x
+
+
+def _run(
+    advance: _Advance, source: Any, old: list[Any], due: Choice, context: Context
+) -> list[Any]:
+    """Return `advance(source, old)` if a move is due, else `old`."""
+    if not is_traced(due):
+        return advance(source, old) if due else old
+    if context.is_in_take_step:  # which runs what is elementwise, chunk by chunk
+        pairs = zip(advance(source, old), old, strict=True)
+        return [select(due, x, y) for x, y in pairs]
+
+    # A loop of one round or none overwrites the average, and a `lax.cond` would copy
+    # it. The barrier keeps what the loop computes, such as float32 weights, from being
+    # computed before it in each step.
+    def body(k: Any, old: list[Any]) -> list[Any]:
+        return advance(lax.optimization_barrier((k, source))[1], old)
+
+    rounds = jnp.asarray(due).astype(jnp.int32)
+    return lax.fori_loop(jnp.int32(0), rounds, body, old)
 
 
 def _run_from_host(
-    advance: _Advance, source: Any, old: Any, due: Choice, shardings: Any
+    advance: _Advance, source: Any, old: list[Any], due: Choice, plan: Plan
 ) -> list[Any]:
-    """Return the average in host memory, moved chunk by chunk if a move is due."""
+    """Return the same, chunk by chunk from host memory and back."""
     from optax_mp.engine import run_on_device, step_from_host
 
     def step(source: Any, old: Any, proceed: Choice = True) -> Any:
@@ -360,53 +371,12 @@ def _run_from_host(
 
     def run(given: Any) -> list[Any]:
         source, old, due = given
-        plan = _PLAN._replace(shardings=shardings)
-        result = step_from_host(step, source, old, plan, due) or step(*given)
-        pairs = zip(result[1], old, strict=True)
+        _, new = step_from_host(step, source, old, plan, due) or step(*given)
+        pairs = zip(new, old, strict=True)
         return [x if is_on_host(y) else select(due, x, y) for x, y in pairs]
 
     given = source, old, jnp.asarray(due)
     return run(given) if has_tracers(given) else TracedCall.of(run, given).run()
-
-
-def _constant(x: Any) -> Any:
-    return lax.stop_gradient(x) if is_inexact(x) else x
-
-
-def _blend(count: Any, settings: _Settings, weight: Any, average: Any) -> Any:
-    """Return the average moved towards a weight; the weight until averaging starts."""
-    weight = weight.astype(average.dtype)
-    step_size = 1 - settings.decay**settings.every
-    moved: Any = optax.incremental_update(weight, average, step_size)
-    if settings.start:
-        moved = lax.select(count <= settings.start, weight, moved)
-    return moved
-
-
-def _was_taken(before: Any, after: Any) -> Choice:
-    """Return whether wrappers inside took a step, as their states say."""
-    taken: Choice = True
-    for kind in (LossScaleState, optax.ApplyIfFiniteState):
-        for _, state in find_states(after, kind):
-            taken &= state.last_finite
-    steps = [find_states(x, optax.MultiStepsState) for x in (before, after)]
-    for (_, old), (_, new) in zip(*steps, strict=True):
-        taken &= new.gradient_step != old.gradient_step
-    return taken
-
-
-def _shardings_of(params: Any, parts: Any, settings: _Settings) -> Any:
-    """Return how the leaves of the average are sharded; empty if not known."""
-    if settings.memory_kind is None:
-        return []
-    leaves = Leaves.of(params, caller=_CALLER)
-    if parts is not None:
-        pairs = zip(leaves.paths, leaves.values, strict=True)
-        found = [parts.get((path, jnp.shape(x))) for path, x in pairs]
-    else:
-        found = spread_shardings(params, settings.param_shardings, _CALLER)
-    pairs = zip(found, leaves.values, strict=False)
-    return [sharding for sharding, x in pairs if is_inexact(x)]
 
 
 def average_params(
