@@ -133,9 +133,7 @@ def test_with_every_1_it_is_incremental_update():
     assert as_bits(state.average) == as_bits(want) != as_bits(params)
 
 
-@pytest.mark.parametrize(
-    ("decay", "every"), [(0, 1), (0.5, 1), (0.99, 1), (0.999, 10), (0.9999, 100)]
-)
+@pytest.mark.parametrize(("decay", "every"), [(0, 1), (0.99, 1), (0.999, 10)])
 def test_by_default_it_moves_by_a_hundredth(decay, every):
     tx = optax_mp.with_average(optax.sgd(1.0), decay)
     params = {"w": jnp.zeros(1)}
@@ -148,20 +146,18 @@ def test_by_default_it_moves_by_a_hundredth(decay, every):
     assert (float(next_.average["w"][0]) == 0) == (every > 1)
 
 
+def multi_steps(inner):
+    return optax.MultiSteps(inner, 2).gradient_transformation()
+
+
 FORMS = {
     "around": (lambda x: scaled(averaged(x)), 4),
     "inside": (lambda x: averaged(scaled(x)), 4),
     "link": (lambda x: optax.chain(scaled(), averaged(x)), 4),
     "apply_if_finite": (lambda x: averaged(optax.apply_if_finite(x, 9)), 4),
-    "MultiSteps": (
-        lambda x: averaged(optax.MultiSteps(x, 2).gradient_transformation()),
-        3,
-    ),
-    "MultiSteps around": (
-        lambda x: optax.MultiSteps(averaged(x), 2).gradient_transformation(),
-        3,
-    ),
-    "both": (lambda x: averaged(scaled(optax.MultiSteps(x, 2))), 2),
+    "MultiSteps": (lambda x: averaged(multi_steps(x)), 3),
+    "MultiSteps around": (lambda x: multi_steps(averaged(x)), 3),
+    "both": (lambda x: averaged(scaled(multi_steps(x))), 2),
 }
 
 
