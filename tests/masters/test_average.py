@@ -196,8 +196,9 @@ def test_boxes_masks_and_edits():
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     optimizer = nnx.Optimizer(model, averaged(MASTERS), wrt=nnx.Param)
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    step = nnx.jit(lambda *args: args[1].update(args[0], args[2]))
     for _ in range(2):
-        optimizer.update(model, grads)
+        step(model, optimizer, grads)
     average = optax_mp.average_params(optimizer, model, in_param_dtypes=True)
     nnx.update(model, average)
     assert model.kernel[...].dtype == jnp.bfloat16
@@ -239,35 +240,42 @@ def test_maps_and_gradients_pass_through():
     assert (state.average["w"] == 0.5 * params["w"] - 0.5 * params["w"]).all()
 
 
-def mesh_of_8():
-    return jax.make_mesh((8,), ("data",))
-
-
-@pytest.mark.parametrize("order", ["alone", "zero1 around", "zero1 inside"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "alone",
+        "zero1 around",
+        "zero1 inside",
+        pytest.param("host", marks=needs_memories),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:take_step. this step runs without")
-def test_on_eight_devices_it_is_sharded_as_the_params_are(order):
-    mesh = mesh_of_8()
+def test_on_eight_devices_it_is_sharded_as_the_params_are(order, monkeypatch):
+    monkeypatch.setattr(_average, "_PLAN", Plan(min_size=64, chunk_bytes=64))
+    mesh = jax.make_mesh((8,), ("data",))
+    placed = NamedSharding(mesh, P() if "zero1" in order else P("data"))
+    hosted = {"memory_kind": HOST, "param_shardings": placed}
     cut = functools.partial(optax_mp.zero1, mesh=mesh, axis="data")
     make = {
         "alone": averaged,
         "zero1 around": lambda x: cut(averaged(x)),
         "zero1 inside": lambda x: averaged(cut(x)),
+        "host": lambda x: averaged(x, **hosted),
     }[order]
-    placed = NamedSharding(mesh, P("data") if order == "alone" else P())
     params = {"w": params_of()["w"]}
     on_mesh, tx = jax.device_put(params, placed), make(MASTERS)
     want = train(averaged(MASTERS), params, {"w": gradients(3)["w"]})[1]
+    if order == "alone":
+        assert optax_mp.state_shardings(tx, on_mesh).average["w"] == placed
     for step in (by_update, by_take_step):
         state = tx.init(on_mesh)
-        if order == "alone":
-            described = optax_mp.state_shardings(tx, on_mesh)
-            assert described.average["w"] == placed
         after, state, *_ = train(tx, on_mesh, {"w": gradients(3)["w"]}, step, state)
-        spec = state.average["w"].sharding.spec
-        assert spec[:1] == ("data",), spec
+        found = state.average["w"].sharding
+        assert found.spec[:1] == ("data",), found
+        assert (found.memory_kind == HOST) == (order == "host")
         assert as_bits(state.average) == as_bits(want.average)
-        found = optax_mp.average_params(state, after)
-        assert as_bits(found) == as_bits(want.average)
+        average = optax_mp.average_params(state, after)
+        assert as_bits(average) == as_bits(want.average)
 
 
 @needs_memories
@@ -337,3 +345,19 @@ def test_wrong_arguments_and_averages_in_16_bits_are_said():
     ema = optax.chain(SGD, optax.ema(0.999))
     with pytest.warns(optax_mp.MixedPrecisionWarning, match="averages in bfloat16"):
         optax_mp.master_params(ema.init(params), params)
+
+
+def test_a_released_stack_has_its_average():
+    def loss(layers, rest, x):
+        x, _ = optax_mp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    tx, layers = averaged(MASTERS), params_of()["w"].reshape(4, 8, 8)
+    state = jax.vmap(tx.init)(layers)
+    first = state.average
+    step = jax.jit(optax_mp.release_gradients(loss, tx))
+    for _ in range(2):
+        *_, layers, state = step(state, layers, {}, jnp.ones((2, 8), jnp.bfloat16))
+    masters = state.inner_state.master_params
+    average = optax_mp.average_params(state, layers)
+    assert as_bits(average) == as_bits(0.5 * first + 0.5 * masters) != as_bits(first)
