@@ -77,8 +77,6 @@ masters/_average.py | taken &= new.gradient_step != old.gradient_step | taken &=
 masters/_average.py | taken &= state.last_finite | taken &= True | masters/test_average.py
 masters/_average.py | (count - self.start) % self.every == 0 | count % self.every == 0 | masters/test_average.py
 masters/_average.py | step_size = 1 - self.decay**self.every | step_size = 1 - self.decay | masters/test_average.py
-masters/_average.py | & context.proceed | & True | masters/test_average.py
-masters/_average.py | return lax.stop_gradient(x) if is_inexact(x) else x | return x | masters/test_average.py
 masters/_step.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
 masters/_step.py | last_exact &#124; True if self._is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
 masters/_transform.py | proceed = is_unmarked(updates, extra_args) | proceed = True | masters/test_skipping.py

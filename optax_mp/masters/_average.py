@@ -11,11 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from optax_mp._arguments import (
-    check_given_params,
-    check_own_state,
-    check_whole_number,
-)
+from optax_mp._arguments import check_given_params, check_own_state, check_whole_number
 from optax_mp._choose import select
 from optax_mp._context import (
     Choice,
@@ -304,8 +300,7 @@ class _Average(NamedTuple):
         states = [x for _, x in find_states(inner_state, MixedPrecisionState)]
         states = [x._replace(inner_state=()) for x in states]
         given = [leaves.values[i] for i in moved], states, [average[i] for i in moved]
-        # No gradient flows through the average: JAX has none for such a loop.
-        *source, old = jax.tree.map(_constant, given)
+        *source, old = given
         if any(map(is_on_host, jax.tree.leaves(given))) and not context.is_in_take_step:
             shardings = self._shardings(leaves, params, context, moved)
             plan = _PLAN._replace(shardings=shardings)
@@ -334,10 +329,6 @@ class _Average(NamedTuple):
             pairs = zip(leaves.paths, leaves.values, strict=True)
             found = [parts.get((path, jnp.shape(x))) for path, x in pairs]
         return [found[i] for i in moved] if found else []
-
-
-def _constant(x: Any) -> Any:
-    return lax.stop_gradient(x) if is_inexact(x) else x
 
 
 def _run(
