@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         master_params,
         replace_master_params,
     )
+    from optax_mp.masters._average import average_params, with_average
     from optax_mp.masters._split import Split
     from optax_mp.masters._storage import FullCopy, MixedPrecisionState
 
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "masters._transform": "mixed_precision",
     "masters._access": "follow_params master_params replace_master_params",
+    "masters._average": "average_params with_average",
     "masters._split": "Split",
     "masters._storage": "FullCopy MixedPrecisionState",
     "scaling._loss_scaling": "dynamic_loss_scale static_loss_scale",
@@ -145,6 +147,7 @@ __all__ = [
     "amp",
     "amp_report",
     "amp_stop",
+    "average_params",
     "cast_floating",
     "check_checkpoint",
     "check_loss_scale",
@@ -181,6 +184,7 @@ __all__ = [
     "take_step",
     "update_report",
     "value_and_grad",
+    "with_average",
     "zero1",
 ]
 

@@ -137,26 +137,28 @@ def bind_step(
 
     And from the new params and state of that step to those of `tx`.
     """
-    shardings: list[Any] = [None] * len(jax.tree.leaves(opt_state))
-    if param_shardings is not None:
-        shardings += spread_shardings(params, param_shardings, name)
     gather: Gather = lambda params, opt_state: (params, opt_state)  # noqa: E731
     update = as_transformation(tx, name, "tx").update
+    shardings: list[Any] | None = None
     if in_parts := getattr(tx, "in_parts", None):
         part = in_parts(grads, opt_state, params, extra_args)
         update, grads, opt_state, params, extra_args, shardings, cuts = part
         gather = cuts.gather
+    if shardings is None:
+        shardings = [None] * len(jax.tree.leaves(opt_state))
+        if param_shardings is not None:
+            shardings += spread_shardings(params, param_shardings, name)
 
     def step(inputs: Any, kept: Any) -> Any:
         grads, extra_args = inputs
         opt_state, params = kept
         updates, opt_state = update(grads, opt_state, params, **extra_args)
-        return None, (opt_state, _apply_updates(params, updates))
+        return None, (opt_state, apply_updates(params, updates))
 
     return step, (grads, extra_args), (opt_state, params), shardings, gather
 
 
-def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """Return what `optax.apply_updates` does; a param whose update is None stays."""
 
     def apply(param: Any, update: Any) -> Any:

@@ -82,6 +82,10 @@ compact/_stochastic.py | rounding_keys(len(wide), seed, state.step_count) | roun
 masters/_split.py | np.int32((1 << shift) // 2) | np.int32(0) | masters/test_split.py
 masters/_split.py | remainder = lax.select(is_zero, lax.max(remainder, _ZERO), remainder) | is_zero = is_zero | masters/test_split.py
 masters/_split.py | lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), | lax.add(magnitude, | masters/test_split.py masters/test_infinities.py
+masters/_average.py | taken &= new.gradient_step != old.gradient_step | taken &= True | masters/test_average.py
+masters/_average.py | taken &= state.last_finite | taken &= True | masters/test_average.py
+masters/_average.py | (count - self.start) % self.every == 0 | count % self.every == 0 | masters/test_average.py
+masters/_average.py | step_size = 1 - self.decay**self.every | step_size = 1 - self.decay | masters/test_average.py
 masters/_step.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
 masters/_step.py | last_exact &#124; True if self._is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
 masters/_settings.py | if bits(param.dtype) >= 16 else "grads" | if bits(param.dtype) > 16 else "grads" | masters/test_edits.py

@@ -70,7 +70,9 @@ def with_explicit_memory_kind(x: jax.Array) -> jax.Array:
     With a `SingleDeviceSharding`, the type of a `ShapeDtypeStruct`, or of an array that
     Orbax restores, does not show it.
     """
-    if not is_on_host(x) or not isinstance(x.sharding, SingleDeviceSharding):
+    if is_traced(x) or not is_on_host(x):
+        return x
+    if not isinstance(x.sharding, SingleDeviceSharding):
         return x
     mesh = Mesh(list(x.devices()), ("device",))
     return jax.device_put(

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from optax_mp.masters._access import (
     map_masters,
     read_arguments,
 )
+from optax_mp.masters._average import AverageState, start_at
 from optax_mp.masters._storage import MixedPrecisionState, storage_of
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.trees._copies import copy_shared
@@ -36,7 +38,13 @@ _CAST_FIRST = (
     "convert, and continue with these params. To keep an edit, convert "
     "`optax_mp.follow_params(opt_state, params)`."
 )
-_WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
+_WRAPPERS = (
+    MixedPrecisionState,
+    LowBitState,
+    StochasticRoundingState,
+    LossScaleState,
+    AverageState,
+)
 
 
 def convert_opt_state(
@@ -49,11 +57,12 @@ def convert_opt_state(
 
     Both transformations must have the same optimizer inside. Around it either may have
     `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding`,
-    `offload` and a loss scale, or none of them. Counts are copied; masters and moments
-    are stored in the new form, and in the memory of the new form. Parts that only the
-    new form has, such as a loss scale, start as in its `init`. So does a loss scale
-    with another start or hysteresis; new bounds hold from the next step on. Parts that
-    only the old form had are dropped.
+    `with_average`, `offload` and a loss scale, or none of them. Counts are copied;
+    masters and moments are stored in the new form, and in the memory of the new form.
+    Parts that only the new form has, such as a loss scale, start as in its `init`, and
+    an average starts at the weights. A loss scale with another start or hysteresis
+    starts again; new bounds hold from the next step on. Parts that only the old form
+    had are dropped.
 
     This function does not change the params. Three conversions need that:
 
@@ -123,6 +132,8 @@ def convert_opt_state(
     filled = _fill(template, iter(values), wrappers)
     if has_masters:
         filled = _replace_masters(filled, weights, leaves)
+    if AverageState not in wrappers:
+        filled = map_states(partial(start_at, weights), filled, AverageState)
     # Arrays that were not changed are copied, so that all three can be donated.
     return copy_shared(filled, (opt_state, params))
 

@@ -32,6 +32,7 @@ from optax_mp.wrappers._context import (
     Plan,
     Transformation,
     context_of,
+    with_context,
     without_context,
 )
 from optax_mp.wrappers._inner import as_transformation
@@ -128,10 +129,10 @@ def offload(
     chunk_bytes = check_whole_number("offload: `chunk_bytes`", chunk_bytes)
     if memory_kind is None:
         return inner
-    _check_kind(memory_kind)
+    check_kind(memory_kind, _CALLER)
 
     def init_fn(params: optax.Params) -> Any:
-        _check_memory_of(params)
+        check_memory_of(params, _CALLER)
         return _init(inner, params, Plan(min_size, chunk_bytes))
 
     def update_fn(
@@ -150,6 +151,8 @@ def offload(
         _warn_if_on_device(state, min_size)
         context = context_of(extra_args)
         traced, known = split_traced(without_context(extra_args))
+        if isinstance(inner, Transformation):
+            known = with_context(known, is_in_take_step=True)
 
         def step(given: Any, kept: Any) -> tuple[Any, Any]:
             grads, params, traced = given
@@ -157,9 +160,9 @@ def offload(
 
         def step_between(given: Any, kept: Any, proceed: Choice = True) -> Any:
             updates, new = run_on_device(step, given, kept, proceed)
-            return updates, _on_host(new, min_size)
+            return updates, on_host(new, min_size)
 
-        given, state = (updates, params, traced), _on_host(state, min_size)
+        given, state = (updates, params, traced), on_host(state, min_size)
         if context.is_in_take_step:
             return run_on_device(step, given, state, context.proceed)
         of_params = _shardings_of(params, context.part_shardings, param_shardings)
@@ -173,22 +176,22 @@ def offload(
     return made
 
 
-def _check_kind(memory_kind: Any) -> None:
+def check_kind(memory_kind: Any, caller: str) -> None:
     """Raise for an unsupported `memory_kind`."""
     if memory_kind != HOST_KIND:
         raise ValueError(
-            f"offload: expected `memory_kind` to be {HOST_KIND!r}, or None for no "
+            f"{caller}: expected `memory_kind` to be {HOST_KIND!r}, or None for no "
             f"effect, got {memory_kind!r}."
         )
     if not KNOWS_MEMORIES:
         raise RuntimeError(
-            "offload: expected JAX 0.10 or later, which moves arrays between memories "
-            f"within a program, got JAX {jax.__version__}; update JAX, or pass "
-            "`memory_kind=None` for no effect."
+            f"{caller}: expected JAX 0.10 or later, which moves arrays between "
+            f"memories within a program, got JAX {jax.__version__}; update JAX, or "
+            "pass `memory_kind=None` for no effect."
         )
 
 
-def _check_memory_of(params: Any) -> None:
+def check_memory_of(params: Any, caller: str) -> None:
     """Raise if a param is on a device that has no memory of the host."""
     for path, leaf in tree_leaves_with_path(params):
         if not isinstance(leaf, jax.Array) or is_traced(leaf):
@@ -197,7 +200,7 @@ def _check_memory_of(params: Any) -> None:
         kinds = kinds_of_memory(device)
         if HOST_KIND not in kinds:
             raise ValueError(
-                f"offload: expected param {spell(path)} on a device with the memory "
+                f"{caller}: expected param {spell(path)} on a device with the memory "
                 f"{HOST_KIND!r}, got {device} of the {device.platform!r} backend with "
                 f"{kinds}; pass `memory_kind=None` for no effect."
             )
@@ -209,7 +212,7 @@ def _is_large(x: Any, min_size: int) -> bool:
     return is_number and x.size >= min_size
 
 
-def _on_host(state: Any, min_size: int) -> Any:
+def on_host(state: Any, min_size: int) -> Any:
     """Return a state with its large arrays in host memory."""
     return jax.tree.map(
         lambda x: to_host(x) if _is_large(x, min_size) and not is_on_host(x) else x,
@@ -231,16 +234,16 @@ def _init(inner: Any, params: Any, plan: Plan) -> Any:
         return place_like_params(inner.init(params), params)
 
     if any(map(is_traced, arrays)):
-        return _on_host(init(params), plan.min_size)
+        return on_host(init(params), plan.min_size)
     try:
         traced = TracedCall.of(init, params)
     except NOT_TRACEABLE:
         # A rule that looks at the numbers of the params.
-        return _on_host(inner.init(params), plan.min_size)
+        return on_host(inner.init(params), plan.min_size)
     from optax_mp.engine import compute_in_groups
 
     groups = _groups(traced.closed.out_avals, plan)
-    state = compute_in_groups(traced, groups, lambda x: _on_host(x, plan.min_size))
+    state = compute_in_groups(traced, groups, lambda x: on_host(x, plan.min_size))
     state = jax.tree.map(with_explicit_memory_kind, state)
     # `jit` does not copy arrays that it hands on as they are.
     return copy_shared(state, params)

@@ -18,6 +18,7 @@ Kind = type | tuple[type, ...]
 # Fields of states of this package, by which they are known without their class.
 _OWN_FIELDS = (
     frozenset({"master_params", "inner_state"}),
+    frozenset({"average", "step_count", "inner_state"}),
     frozenset({"scale", "hysteresis_left", "skipped_count", "inner_state"}),
 )
 

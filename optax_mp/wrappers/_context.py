@@ -63,7 +63,8 @@ class PartStep(NamedTuple):
     Attributes:
         update: what takes the step.
         grads, opt_state, params, extra_args: its arguments, sharded.
-        shardings: how the leaves of the state are sharded; None for those of no param.
+        shardings: how the leaves of the state are sharded; None for those of no param,
+            or in place of all if nothing is known.
         cuts: how the arrays are cut; its `gather` takes the new params and state.
     """
 
@@ -72,7 +73,7 @@ class PartStep(NamedTuple):
     opt_state: Any
     params: Any
     extra_args: dict[str, Any]
-    shardings: list[NamedSharding | None]
+    shardings: list[NamedSharding | None] | None
     cuts: Any
 
 
@@ -86,7 +87,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
         offloaded: the plan and the param shardings of the `offload` that it is, or that
             is directly inside.
         in_parts: from gradients, state, params and extra arguments to the `PartStep`
-            that `zero1` takes.
+            that `zero1` and `with_average` take.
     """
 
     offloaded: tuple[Plan, Any] | None = None

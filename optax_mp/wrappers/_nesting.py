@@ -51,6 +51,8 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
             )
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             _warn_of_rounded_hyperparams(node, where)
+        if isinstance(node, optax.EmaState):
+            _warn_of_rounded_average(node, where)
         if _is_chain(node):
             for i, link in enumerate(node):
                 _check_before(node[:i], link, caller, at)
@@ -127,6 +129,18 @@ def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
             "undoes it or takes the rounded params as masters; put it inside, as "
             "`optax_mp.mixed_precision(optax.chain(...))`."
         )
+
+
+def _warn_of_rounded_average(state: Any, where: str) -> None:
+    """Warn if `optax.ema` averages in 16 bits: most of its steps round to nothing."""
+    for leaf in jax.tree.leaves(state.ema):
+        if is_floating(leaf) and bits(leaf.dtype) < 32:
+            warn(
+                f"{where} `optax.ema` that averages in {leaf.dtype}, which at a decay "
+                "of 0.999 does not move; pass it `accumulator_dtype=jnp.float32`. To "
+                "average weights, use `optax_mp.with_average`."
+            )
+            return
 
 
 def _warn_of_rounded_hyperparams(state: Any, where: str) -> None:

@@ -18,6 +18,8 @@ from trained_forms import FORMS, template_of
 
 import optax_mp
 
+# Arrays that later versions have: of zeros, they say what 1.0.0 did.
+NEW = ".shifts", ".dropped_count"
 FILE = pathlib.Path(__file__).parent / "data" / "1.0.0.npz"
 
 
@@ -25,14 +27,18 @@ def restore(name):
     """Return params and state of a form, in the containers of today's code."""
     saved, template = load(FILE, name, "run"), template_of(name)
     optax_mp.check_checkpoint(fill(template, saved, wrap=lambda x: x), template)
-    assert saved.keys() == names_of(template).keys()
+    missing = names_of(template).keys() - saved.keys()
+    assert saved.keys() <= names_of(template).keys()
+    assert all(name.endswith(NEW) for name in missing)
     return fill(template, saved, wrap=jax.random.wrap_key_data)
 
 
 def fill(template, saved, wrap):
     def value(path, like):
+        if (name := keystr(path)) not in saved and name.endswith(NEW):
+            return jnp.zeros(like.shape, like.dtype)
         is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
-        return (wrap if is_key else jnp.asarray)(saved[keystr(path)])
+        return (wrap if is_key else jnp.asarray)(saved[name])
 
     return tree_map_with_path(value, template)
 

@@ -15,7 +15,7 @@ from optax_mp._jax._control_flow import STEP
 from optax_mp.engine import _evaluator, _kernels, _layout
 from optax_mp.engine._by_platform import Target
 
-SHAPE = (64, 128)
+SHAPE = (256, 128)
 PARAMS = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
 
 

@@ -238,7 +238,7 @@ def test_a_micro_step_around_codes_changes_none(platform):
     low = optax_mp.low_bit_state(optax.sgd(1e-2, 0.9), min_size=1)
     steps = optax.MultiSteps(low, 2, should_skip_update_fn=optax.skip_not_finite)
     tx = optax_mp.mixed_precision(steps, storage=optax_mp.Split(8))
-    shapes = [(64, 128)]
+    shapes = [(256, 128)]
     with lowered_for(platform, kernels=True) as ran:
         step = exactly(optax_mp.take_step, tx)
         params, before = trained(step, tx, 2, shapes)
@@ -284,7 +284,7 @@ def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened():
         return optax_mp.take_step(tx, grads, state, params)
 
     for platform, dtype in (("cuda", "float16"), ("tpu", "bfloat16")):
-        params, slopes = (random_tree(i, dtype, shapes=[(64, 128)]) for i in (0, 1))
+        params, slopes = (random_tree(i, dtype, shapes=[(256, 128)]) for i in (0, 1))
         args, read = (params, slopes, tx.init(params)), set()
         with lowered_for(platform, kernels=True, read=read) as ran:
             run = jax.jit(lambda *args: step(*args)).lower(*args)
@@ -384,7 +384,7 @@ def test_without_a_kernel_a_tpu_goes_by_chunks(monkeypatch):
 
 
 def lowered(
-    tx, platform, shapes=((64, 8192),), way=optax_mp.take_step, dtype="bfloat16"
+    tx, platform, shapes=((256, 8192),), way=optax_mp.take_step, dtype="bfloat16"
 ):
     params = random_tree(0, dtype, shapes=shapes)
     step = functools.partial(way, tx)
@@ -408,7 +408,7 @@ CALLS = {"tpu": "tpu_custom_call", "cuda": "triton"}
 
 @pytest.mark.parametrize("platform", CALLS)
 def test_a_platform_has_one_kernel_for_each_leaf(platform):
-    text = lowered(FORMS["5.1 bytes"](), platform, ((64, 8192), (64, 4096)))
+    text = lowered(FORMS["5.1 bytes"](), platform, ((256, 8192), (256, 4096)))
     assert text.count(f"@{CALLS[platform]}") == 2 or text.count(CALLS[platform]) >= 2
     assert CALLS[platform] not in lowered(ADAMW(), platform)
     assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), "cpu")
@@ -439,7 +439,7 @@ def test_a_gpu_has_a_kernel_for_new_booleans_and_a_tpu_none():
     new = flips(lambda updates, _: updates > 0)
     tx = compact(optax.chain(ADAMW(), new))
     for platform in CALLS:
-        text = lowered(tx, platform, ((64, 4096),))
+        text = lowered(tx, platform, ((256, 4096),))
         assert (CALLS[platform] in text) == (platform == "cuda")
 
 
@@ -448,7 +448,7 @@ def test_an_update_has_kernels_on_a_tpu_alone():
 
     But for branches, between which XLA writes more, and for shifts.
     """
-    shapes = ((64, 512),)
+    shapes = ((256, 512),)
     for has_shifts in (False, True):
         tx = compact(ADAMW(), column_scales=has_shifts)
         form = optax_mp.dynamic_loss_scale(tx)
@@ -483,7 +483,7 @@ def has_a_sort(end, part, args):
 def test_a_kernel_that_cannot_be_made_is_done_without(failing, warning, monkeypatch):
     monkeypatch.setattr(_tpu, "run_tail", failing)
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=warning) as warned:
-        text = lowered(FORMS["5.1 bytes"](), "tpu", ((64, 8192), (64, 8192)))
+        text = lowered(FORMS["5.1 bytes"](), "tpu", ((256, 8192), (256, 8192)))
     assert len(warned) == 1
     assert "tpu_custom_call" not in text
 
@@ -636,7 +636,7 @@ def test_a_step_with_effects_is_traced_once():
 def test_a_constant_turns_no_kernel_off():
     """One param, or one gradient, that `jit` does not trace."""
     tx = FORMS["5.1 bytes"]()
-    shapes = ((64, 256), (64, 128))
+    shapes = ((256, 256), (256, 128))
     params, grads = random_tree(0, shapes=shapes), random_tree(1, shapes=shapes)
     state = tx.init(params)
 

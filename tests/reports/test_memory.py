@@ -106,6 +106,7 @@ def test_bytes_per_weight_of_known_set_ups(tx, total):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:mixed_precision. `inner` does not train")
 def test_the_total_is_that_of_all_leaves_each_counted_once(name, wrapper):
     tx, params = WRAPPERS[wrapper](OPTIMIZERS[name]), numpy_params()
     state = tx.init(jax.tree.map(jnp.asarray, params))

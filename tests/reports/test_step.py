@@ -27,7 +27,7 @@ def reported(tx, *shapes, dtype="bfloat16", **settings):
 
 @has_kernels
 def test_each_reason_is_named():
-    shapes = (64, 128), (8192,), (8, 8), (64, 200), (64, 201)
+    shapes = (256, 128), (8192,), (8, 8), (64, 200), (64, 201)
     rows = "last axis not a multiple of 128"
     assert reported(compact(min_size=1), *shapes) == [
         (KERNEL, KERNEL),
@@ -65,7 +65,7 @@ def test_a_setting_is_named(monkeypatch):
 @has_kernels
 def test_a_report_says_what_is_lowered():
     tx = compact(min_size=1)
-    for shape in ((64, 128), (8192,), (8, 8)):
+    for shape in ((256, 128), (64, 128), (8192,), (8, 8)):
         [(tpu, _)] = reported(tx, shape)
         params = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
         step = functools.partial(optax_mp.take_step, tx)

@@ -1,0 +1,438 @@
+"""with_average: a float32 average of the weights, in the optimizer state."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from optax_mp._dtypes import at_least_float32
+from optax_mp._jax._arrays import has_tracers, is_traced
+from optax_mp._jax._memory import (
+    is_on_host,
+    to_device_tree,
+    with_explicit_memory_kind,
+    with_memory_of,
+)
+from optax_mp._jax._traced import TracedCall
+from optax_mp._take_step import apply_updates
+from optax_mp.devices._offload import check_kind, check_memory_of, on_host
+from optax_mp.masters._access import decode_all, read_arguments
+from optax_mp.masters._storage import MixedPrecisionState
+from optax_mp.scaling._state import LossScaleState
+from optax_mp.scaling._unscale import is_unmarked
+from optax_mp.trees._copies import copy_shared
+from optax_mp.trees._descriptions import spread_shardings
+from optax_mp.trees._leaves import Leaves, is_absent
+from optax_mp.trees._states import check_classes, find_states, inner_field
+from optax_mp.trees._tree import is_inexact
+from optax_mp.wrappers._arguments import (
+    check_own_state,
+    check_whole_number,
+    require_params,
+)
+from optax_mp.wrappers._choose import select
+from optax_mp.wrappers._context import (
+    Choice,
+    Context,
+    PartStep,
+    Plan,
+    Transformation,
+    context_of,
+)
+from optax_mp.wrappers._inner import as_transformation, update_inner
+
+_CALLER = "with_average"
+# How far the average may be behind by default, as a share of its distance: half of it.
+_MOST_AT_ONCE = 0.01
+# What is on the device at a time of an average in host memory, as in `offload`.
+_PLAN = Plan(min_size=2**16, chunk_bytes=2**26)
+
+# From what the weights are computed from, and the average, to the new average.
+_Advance = Callable[[Any, list[Any]], list[Any]]
+
+
+class AverageState(NamedTuple):
+    """State of `with_average`.
+
+    Its structure, shapes and dtypes never change.
+
+    Attributes:
+        average: a tree like the params: float32 for each floating leaf of 32 bits or
+            fewer, in the leaf's shape; `optax.MaskedNode()` for integers, bools, keys.
+        step_count: int32 scalar, the number of steps that were taken.
+        inner_state: the state of the inner optimizer. Its public fields, such as
+            `hyperparams`, are also attributes of this state.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(optax.adam(1e-3), decay=0.999)
+        >>> state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
+        >>> state.average["w"].dtype.name, int(state.step_count)
+        ('float32', 0)
+    """
+
+    average: optax.Params
+    step_count: jax.Array
+    inner_state: optax.OptState
+    __getattr__ = inner_field
+
+
+def with_average(
+    inner: optax.GradientTransformation,
+    decay: float,
+    *,
+    every: int | None = None,
+    start: int = 0,
+    memory_kind: str | None = None,
+    param_shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Keep an exponential moving average of the weights in the optimizer state.
+
+    Evaluate with `average_params(opt_state, params)`. The average is float32, of the
+    masters where there are any. An average in bfloat16 does not move: at a decay of
+    0.999 a step of it is less than half a unit in the last place.
+
+    A step that a loss scale or `optax.apply_if_finite` skips does not count, and
+    `optax.MultiSteps` counts steps of the optimizer. Put `with_average` around all of
+    these, so that a step in which the average does not move reads none of it. Only
+    `zero1` may be around it, and `optax.masked` or `optax.partition` for a part of the
+    params: integers and params that a mask hides have no average.
+
+    Args:
+        inner: any optax optimizer or chain.
+        decay: the share of the average that one step keeps, such as 0.999.
+        every: the number of steps between two moves, each by `decay**every`. By default
+            the largest for which `every * (1 - decay)` is at most 0.01. The average is
+            then off by about 0.5% of its distance from the weights, and most steps have
+            no cost. With 1, it is `optax.incremental_update` of float32 weights.
+        start: the number of steps until averaging starts. Until then the average is a
+            copy of the weights, made every `every` steps and at step `start`. The
+            first weights of a model that is trained from scratch are best left out.
+        memory_kind: `"pinned_host"` keeps the large arrays of the average in host
+            memory, and moves them chunk by chunk. As with `offload`, donate the state
+            to `jax.jit`.
+        param_shardings: how the params are sharded under `jit`, for `memory_kind`, as
+            in `offload`.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        TypeError: if `inner` is not a gradient transformation, or an argument is of the
+            wrong type.
+        ValueError: if `decay` is not at least 0 and less than 1, or `every`, `start` or
+            `memory_kind` cannot be.
+        RuntimeError: if this version of JAX cannot move arrays between memories.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(
+        ...     optax_mp.mixed_precision(optax.sgd(1.0)), decay=0.99
+        ... )
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> state = tx.init(params)
+        >>> for _ in range(100):
+        ...     updates, state = tx.update({"w": jnp.full(2, 0.001)}, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> average = optax_mp.average_params(state, params)
+        >>> [round(float(x["w"][0]), 3) for x in (params, average)]
+        [0.898, 0.963]
+
+    References:
+        Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging,
+        1992, https://doi.org/10.1137/0330046
+    """
+    inner = as_transformation(inner, _CALLER)
+    average = _Average.of(decay, every, start, memory_kind, param_shardings)
+
+    def init_fn(params: optax.Params) -> AverageState:
+        if memory_kind is not None:
+            check_memory_of(params, _CALLER)
+        inner_state = copy_shared(inner.init(params), params)
+        leaves = Leaves.of(params, caller=_CALLER)
+        first = _copies(_weights(inner_state, leaves), leaves, memory_kind)
+        return AverageState(first, jnp.zeros((), jnp.int32), inner_state)
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, AverageState]:
+        context = _context_of(updates, state, params, extra_args)
+        updates, inner_state = update_inner(
+            inner, updates, state.inner_state, params, extra_args, _CALLER
+        )
+        new_params = apply_updates(params, updates)
+        return updates, average.move(state, inner_state, new_params, context)
+
+    # `take_step` takes the step of `inner`, and then moves the average. In one program
+    # the engine would take the loop over all leaves for one operation that needs all.
+    def in_parts(
+        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
+    ) -> PartStep:
+        context = _context_of(updates, state, params, extra_args)
+        context = replace(context, is_in_take_step=False)
+
+        def inner_update(*args: Any, **extra: Any) -> tuple[Any, Any]:
+            grads, inner_state, params = args
+            return update_inner(inner, grads, inner_state, params, extra, _CALLER)
+
+        args = updates, state.inner_state, params, extra_args
+        of_inner = getattr(inner, "in_parts", None)
+        part = (
+            of_inner(*args) if of_inner else PartStep(inner_update, *args, None, None)
+        )
+
+        def gather(*new: Any) -> tuple[Any, AverageState]:
+            params, inner_state = part.cuts.gather(*new) if part.cuts else new
+            return params, average.move(state, inner_state, params, context)
+
+        return part._replace(cuts=SimpleNamespace(gather=gather))
+
+    made = Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=False)
+    made.in_parts = in_parts
+    return made
+
+
+def _context_of(updates: Any, state: Any, params: Any, extra_args: Any) -> Context:
+    """Return the context of an `update`, or raise if its arguments are wrong.
+
+    Also what a link in a chain before says of the step.
+    """
+    require_params(params, _CALLER)
+    check_own_state(state, AverageState, _CALLER)
+    context = context_of(extra_args)
+    proceed = is_unmarked(updates, extra_args) & context.proceed
+    return replace(context, proceed=proceed)
+
+
+def _weights(inner_state: Any, params: Leaves) -> list[Any]:
+    """Return the masters, and the params that have none."""
+    weights = list(params.values)
+    states = [state for _, state in find_states(inner_state, MixedPrecisionState)]
+    for i, _, _, master in decode_all(params, states):
+        weights[i] = master
+    return weights
+
+
+def _copies(weights: Sequence[Any], params: Leaves, memory_kind: Any) -> Any:
+    """Return an average that is equal to the weights."""
+
+    def copy(weight: Any) -> Any:
+        if not is_inexact(weight):
+            return optax.MaskedNode()
+        made = jnp.array(weight, at_least_float32(weight.dtype), copy=True)
+        return (
+            with_explicit_memory_kind(on_host(made, _PLAN.min_size))
+            if memory_kind
+            else made
+        )
+
+    return params.unflatten(map(copy, weights))
+
+
+def start_at(weights: optax.Params, state: AverageState) -> AverageState:
+    """Return a state with the weights as the average."""
+    leaves = Leaves.of(weights, caller=_CALLER)
+    average = jax.tree.map(
+        lambda old, new: old if is_absent(old) else with_memory_of(new, old),
+        state.average,
+        _copies(leaves.values, leaves, None),
+        is_leaf=is_absent,
+    )
+    return state._replace(average=average)
+
+
+def _was_taken(before: Any, after: Any) -> Choice:
+    """Return whether wrappers inside took a step, as their states say."""
+    taken: Choice = True
+    for _, state in find_states(after, (LossScaleState, optax.ApplyIfFiniteState)):
+        taken &= state.last_finite
+    steps = [find_states(x, optax.MultiStepsState) for x in (before, after)]
+    for (_, old), (_, new) in zip(*steps, strict=True):
+        taken &= new.gradient_step != old.gradient_step
+    return taken
+
+
+class _Average(NamedTuple):
+    """How an average moves: the arguments of `with_average`, checked."""
+
+    decay: float
+    every: int
+    start: int
+    param_shardings: Any
+
+    @classmethod
+    def of(
+        cls, decay: Any, every: Any, start: Any, memory_kind: Any, param_shardings: Any
+    ) -> "_Average":
+        """Return the settings, or raise."""
+        is_number = isinstance(decay, int | float)
+        if not is_number or not 0 <= decay < 1:
+            raise (ValueError if is_number else TypeError)(
+                f"{_CALLER}: expected `decay` to be a number of at least 0 and less "
+                f"than 1, such as 0.999, got {decay!r}."
+            )
+        if every is None:
+            # 1 - 0.999 is a little more than 0.001.
+            every = max(1, int(_MOST_AT_ONCE / (1 - decay) * (1 + 1e-9)))
+        every = check_whole_number(f"{_CALLER}: `every`", every)
+        start = check_whole_number(f"{_CALLER}: `start`", start, 0)
+        if memory_kind is not None:
+            check_kind(memory_kind, _CALLER)
+        return cls(float(decay), every, start, param_shardings)
+
+    def move(
+        self, before: AverageState, inner_state: Any, params: Any, context: Context
+    ) -> AverageState:
+        """Return the state after a step that led to `inner_state` and `params`."""
+        taken = context.proceed & _was_taken(before.inner_state, inner_state)
+        count = jnp.asarray(optax.safe_increment(before.step_count))
+        is_due = self.every == 1 or (count - self.start) % self.every == 0
+        leaves = Leaves.of(params, caller=_CALLER)
+        average = leaves.match(before.average, "the average in the state")
+        moved = [i for i, x in enumerate(average) if not is_absent(x)]
+
+        def advance(source: Any, old: list[Any]) -> list[Any]:
+            values = list(leaves.values)
+            for i, x in zip(moved, source[0], strict=True):
+                values[i] = x
+            now = Leaves.of(leaves.unflatten(values), caller=_CALLER)
+            weights = _weights(source[1], now)
+            pairs = [(weights[i], x) for i, x in zip(moved, old, strict=True)]
+            return [self._blend(count, *pair) for pair in pairs]
+
+        # Only what is read, since a loop takes all of it.
+        states = [x for _, x in find_states(inner_state, MixedPrecisionState)]
+        states = [x._replace(inner_state=()) for x in states]
+        given = [leaves.values[i] for i in moved], states, [average[i] for i in moved]
+        *source, old = given
+        if any(map(is_on_host, jax.tree.leaves(given))) and not context.is_in_take_step:
+            shardings = self._shardings(leaves, params, context, moved)
+            plan = _PLAN._replace(shardings=shardings)
+            made = _run_from_host(advance, source, old, taken & is_due, plan)
+        else:
+            made = _run(advance, source, old, taken & is_due, context)
+        for i, x in zip(moved, made, strict=True):
+            average[i] = x
+        count = count if taken is True else jnp.where(taken, count, before.step_count)
+        return AverageState(leaves.unflatten(average), count, inner_state)
+
+    def _blend(self, count: Any, weight: Any, average: Any) -> Any:
+        """Return the average moved towards a weight; the weight before the start."""
+        weight = weight.astype(average.dtype)
+        step_size = 1 - self.decay**self.every
+        moved: Any = optax.incremental_update(weight, average, step_size)
+        return lax.select(count <= self.start, weight, moved) if self.start else moved
+
+    def _shardings(
+        self, leaves: Leaves, params: Any, context: Context, moved: list[int]
+    ) -> list[NamedSharding | None]:
+        """Return how the leaves of the average are sharded; empty if not known."""
+        if (parts := context.part_shardings) is None:
+            found = spread_shardings(params, self.param_shardings, _CALLER)
+        else:
+            pairs = zip(leaves.paths, leaves.values, strict=True)
+            found = [parts.get((path, jnp.shape(x))) for path, x in pairs]
+        return [found[i] for i in moved] if found else []
+
+
+def _run(
+    advance: _Advance, source: Any, old: list[Any], due: Choice, context: Context
+) -> list[Any]:
+    """Return `advance(source, old)` if a move is due, else `old`."""
+    if not is_traced(due):
+        return advance(source, old) if due else old
+    if context.is_in_take_step:  # which runs what is elementwise, chunk by chunk
+        pairs = zip(advance(source, old), old, strict=True)
+        return [select(due, x, y) for x, y in pairs]
+
+    # A loop of one round or none overwrites the average, and a `lax.cond` would copy
+    # it. The barrier keeps what the loop computes, such as float32 weights, from being
+    # computed before it in each step.
+    def body(k: Any, old: list[Any]) -> list[Any]:
+        return advance(lax.optimization_barrier((k, source))[1], old)
+
+    rounds = jnp.asarray(due).astype(jnp.int32)
+    return lax.fori_loop(jnp.int32(0), rounds, body, old)
+
+
+def _run_from_host(
+    advance: _Advance, source: Any, old: list[Any], due: Choice, plan: Plan
+) -> list[Any]:
+    """Return the same, chunk by chunk from host memory and back."""
+    from optax_mp.engine import run_on_device, step_from_host
+
+    def step(source: Any, old: Any, proceed: Choice = True) -> Any:
+        return run_on_device(lambda *x: (None, advance(*x)), source, old, proceed)
+
+    def run(given: Any) -> list[Any]:
+        source, old, due = given
+        _, new = step_from_host(step, source, old, plan, due) or step(*given)
+        pairs = zip(new, old, strict=True)
+        return [x if is_on_host(y) else select(due, x, y) for x, y in pairs]
+
+    given = source, old, jnp.asarray(due)
+    return run(given) if has_tracers(given) else TracedCall.of(run, given).run()
+
+
+def average_params(
+    opt_state: optax.OptState, params: optax.Params, *, in_param_dtypes: bool = False
+) -> optax.Params:
+    """Return the params with the average of `with_average` in their place.
+
+    Leaves without an average are returned as they are in `params`. Of several averages
+    of one param, the outermost counts; pass `opt_state.inner_state` for the next. An
+    average in host memory comes back in device memory.
+
+    Args:
+        opt_state: any optimizer state, with `with_average` at any depth of wrappers. Or
+            an `nnx.Optimizer`.
+        params: the current params. Or the `nnx.Module` that the optimizer trains.
+        in_param_dtypes: whether to cast the average to the dtypes of the params. By
+            default it is float32.
+
+    Returns:
+        A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`. It
+        shares no array with `opt_state` or `params`.
+
+    Raises:
+        TypeError: if `opt_state` is no optimizer state, or comes second.
+        ValueError: if the state holds no average, or that of other params.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(optax.adam(1e-3), decay=0.999)
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> average = optax_mp.average_params(tx.init(params), params)
+        >>> average["w"].dtype.name
+        'float32'
+    """
+    caller = "average_params"
+    opt_state, params, leaves = read_arguments(opt_state, params, caller)
+    found = find_states(opt_state, AverageState)
+    if not found:
+        check_classes(opt_state, caller)
+        raise ValueError(
+            f"{caller}: expected `opt_state` of an optimizer with "
+            "optax_mp.with_average in it, got one without an AverageState; wrap the "
+            "optimizer, and convert its state with `optax_mp.convert_opt_state`."
+        )
+    values = list(leaves.values)
+    # The innermost first, so that the outermost counts.
+    for _, state in reversed(found):
+        for i, x in enumerate(leaves.match(state.average, "the average")):
+            if not is_absent(x):
+                x = to_device_tree(x)
+                values[i] = x.astype(leaves.values[i].dtype) if in_param_dtypes else x
+    return copy_shared(leaves.unflatten(values), (opt_state, params))

@@ -1,0 +1,352 @@
+"""with_average: what NumPy makes of the weights after each step that is taken."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+from host_memory import HOST, UNFUSED, kinds, needs_memories
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from steps import by_take_step, by_update
+
+import optax_mp
+from optax_mp.masters import _average
+from optax_mp.masters._average import AverageState
+from optax_mp.wrappers._context import Plan
+
+# Products with a half are exact, so that it does not matter what XLA contracts.
+HALF = 0.5**0.5  # to the second power
+SGD = optax.sgd(0.1, momentum=0.9)
+COMPACT = optax_mp.mixed_precision(
+    optax_mp.low_bit_state(SGD, min_size=32), storage=optax_mp.Split(8)
+)
+MASTERS = optax_mp.mixed_precision(SGD)
+averaged = functools.partial(optax_mp.with_average, decay=HALF, every=2)
+scaled = functools.partial(optax_mp.dynamic_loss_scale, init_scale=4.0)
+SHAPES = {"w": (8, 32), "b": (3,), "empty": (0, 3)}
+
+
+def params_of(dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    made = {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in SHAPES.items()}
+    return made | {"count": jnp.int32(3)}
+
+
+def gradients(steps, bad=()):
+    rng = np.random.default_rng(1)
+    made = {k: rng.normal(size=(steps, *s)) for k, s in SHAPES.items()}
+    made["w"][list(bad)] = np.nan
+    made = {k: jnp.asarray(x, jnp.float32) for k, x in made.items()}
+    return made | {"count": None}
+
+
+def each(trees, i):
+    return jax.tree.map(lambda x: x[i], trees)
+
+
+def train(tx, params, grads, step=by_update, state=None):
+    """Return params and state after jitted steps, and weights and averages of each."""
+    state = tx.init(params) if state is None else state
+    jitted = jax.jit(step(tx), donate_argnums=(0, 1), compiler_options=UNFUSED)
+    params = jax.tree.map(jnp.copy, params)
+    trace = []
+    for i in range(1 + len(grads["w"])):
+        if i:
+            params, state = jitted(params, state, each(grads, i - 1))
+        readers = optax_mp.master_params, optax_mp.average_params
+        trace.append([jax.tree.map(np.array, read(state, params)) for read in readers])
+    return params, state, *zip(*trace, strict=True)
+
+
+def averages_by_numpy(weights, every=2, start=0):
+    """Return the average after each of some steps that are all taken."""
+    average = weights[0]
+    made = [average]
+    for count, new in enumerate(weights[1:], 1):
+        if (count - start) % every == 0:
+            half = np.float32(0.5)
+            average = new if count <= start else half * new + half * average
+        made.append(average)
+    return made
+
+
+def float32_of(trace, name):
+    return [np.asarray(x[name], np.float32) for x in trace]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [SGD, MASTERS, COMPACT, optax_mp.stochastic_rounding(SGD)],
+    ids=["params", "full copies", "compact", "stochastic"],
+)
+@pytest.mark.filterwarnings("ignore:take_step. this step runs without")
+def test_it_is_the_average_of_the_weights(inner):
+    params, grads, start = params_of(), gradients(6), 3
+    if inner is SGD:  # fails for integers
+        params["count"] = grads["count"] = optax.MaskedNode()
+    tx = averaged(inner, start=start)
+    made = [train(tx, params, grads, step) for step in (by_update, by_take_step)]
+    for new_params, state, weights, averages in made:
+        assert state.average["count"] == optax.MaskedNode()
+        assert int(state.step_count) == 6
+        for name in SHAPES:
+            want = averages_by_numpy(float32_of(weights, name), start=start)
+            assert as_bits(float32_of(averages, name)) == as_bits(want), name
+        found = optax_mp.average_params(state, new_params)
+        assert found["w"].dtype == jnp.float32 and found["count"] == params["count"]
+        assert as_bits(found["w"]) == as_bits(state.average["w"])
+        cast = optax_mp.average_params(state, new_params, in_param_dtypes=True)
+        assert as_bits(cast["w"]) == as_bits(found["w"].astype(jnp.bfloat16))
+    # Outside of `jit`, where the choice is a number of Python.
+    for is_due in (True, False):
+        updates, after = tx.update(each(grads, 0), state, new_params)
+        assert (as_bits(after.average) != as_bits(state.average)) == is_due
+        new_params, state = optax.apply_updates(new_params, updates), after
+
+
+def test_with_every_1_it_is_incremental_update():
+    tx = optax_mp.with_average(SGD, 0.999, every=1)
+
+    def step(carry, grads):
+        params, state, want = carry
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state, optax.incremental_update(params, want, 1 - 0.999)), None
+
+    params = {"w": params_of(jnp.float32)["w"]}
+    start = params, tx.init(params), params
+    run = jax.jit(lambda x: jax.lax.scan(step, x, {"w": gradients(9)["w"]})[0])
+    _, state, want = run(start)
+    assert as_bits(state.average) == as_bits(want) != as_bits(params)
+
+
+@pytest.mark.parametrize(("decay", "every"), [(0, 1), (0.99, 1), (0.999, 10)])
+def test_by_default_it_moves_by_a_hundredth(decay, every):
+    tx = optax_mp.with_average(optax.sgd(1.0), decay)
+    params = {"w": jnp.zeros(1)}
+    state = tx.init(params)._replace(step_count=jnp.int32(every - 1))
+    (_, moved), (_, next_) = (
+        tx.update({"w": -jnp.ones(1)}, x, params)
+        for x in (state, state._replace(step_count=jnp.int32(every)))
+    )
+    np.testing.assert_allclose(moved.average["w"], 1 - decay**every, rtol=1e-6)
+    assert (float(next_.average["w"][0]) == 0) == (every > 1)
+
+
+def multi_steps(inner):
+    return optax.MultiSteps(inner, 2).gradient_transformation()
+
+
+FORMS = {
+    "around": (lambda x: scaled(averaged(x)), 4),
+    "inside": (lambda x: averaged(scaled(x)), 4),
+    "link": (lambda x: optax.chain(scaled(), averaged(x)), 4),
+    "apply_if_finite": (lambda x: averaged(optax.apply_if_finite(x, 9)), 4),
+    "MultiSteps": (lambda x: averaged(multi_steps(x)), 3),
+    "MultiSteps around": (lambda x: multi_steps(averaged(x)), 3),
+    "both": (lambda x: averaged(scaled(multi_steps(x))), 2),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_steps_that_are_taken_count(form):
+    make, taken = FORMS[form]
+    tx, params = make(MASTERS), {"w": params_of()["w"]}
+    grads = gradients(6, bad=() if form.startswith("Multi") else (1, 4))["w"]
+    grads *= 1 if form.startswith("Multi") else 4
+
+    def step(carry, grad):
+        params, state = carry
+        updates, state = tx.update({"w": grad}, state, params)
+        params = optax.apply_updates(params, updates)
+        weights = optax_mp.master_params(state, params)
+        average = optax_mp.average_params(state, params)
+        return (params, state), (weights["w"], average["w"])
+
+    start = params, tx.init(params)
+    (_, state), made = jax.jit(lambda x: jax.lax.scan(step, x, grads))(start)
+    # Weights change in the steps that are taken, and in no other.
+    first = np.asarray(params["w"], np.float32)
+    weights, found = ([first, *map(np.asarray, x)] for x in made)
+    changed = [0, *(i for i in range(1, 7) if (weights[i] != weights[i - 1]).any())]
+    assert len(changed) - 1 == taken
+    want = averages_by_numpy([weights[i] for i in changed])
+    for i, average in enumerate(found):
+        at = max(k for k, step in enumerate(changed) if step <= i)
+        assert as_bits(average) == as_bits(want[at])
+    ((_, node),) = optax_mp.trees._states.find_states(state, AverageState)
+    assert int(node.step_count) == taken
+
+
+def test_boxes_masks_and_edits():
+    nnx, linen = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    optimizer = nnx.Optimizer(model, averaged(MASTERS), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    step = nnx.jit(lambda *args: args[1].update(args[0], args[2]))
+    for _ in range(2):
+        step(model, optimizer, grads)
+    average = optax_mp.average_params(optimizer, model, in_param_dtypes=True)
+    nnx.update(model, average)
+    assert model.kernel[...].dtype == jnp.bfloat16
+    plain = {"w": linen.Partitioned(jnp.ones((4, 2)), ("data", None)), "b": jnp.ones(2)}
+    tx = optax.partition(
+        {"train": averaged(SGD), "freeze": optax.set_to_zero()},
+        {"w": "train", "b": "freeze"},
+    )
+    state = tx.init(plain)
+    ((_, node),) = optax_mp.trees._states.find_states(state, AverageState)
+    assert isinstance(node.average["w"], linen.Partitioned)
+    assert node.average["b"] == optax.MaskedNode()
+    for _ in range(2):
+        updates, state = tx.update(plain, state, plain)
+        plain = optax.apply_updates(plain, updates)
+    found = optax_mp.average_params(state, plain)
+    half_way = (1 + float(plain["w"].value[0, 0])) / 2
+    np.testing.assert_allclose(found["w"].value, half_way, rtol=1e-6)
+    # A projection between two steps is followed as masters follow it.
+    tx, params = averaged(MASTERS), {"w": jnp.ones(2, jnp.bfloat16)}
+    state = optax_mp.follow_params(tx.init(params), {"w": params["w"] / 2})
+    for _ in range(2):
+        _, state = tx.update({"w": jnp.zeros(2)}, state, {"w": params["w"] / 2})
+    assert state.average["w"].tolist() == [0.75, 0.75]
+
+
+def test_maps_and_gradients_pass_through():
+    tx, params = averaged(optax.sgd(1.0)), {"w": jnp.arange(6.0).reshape(2, 3)}
+
+    def loss(grads, params, state):
+        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, optax.apply_updates(params, updates))
+        return updates["w"].sum(), state
+
+    state = jax.vmap(tx.init)(params)
+    run = jax.jit(jax.vmap(jax.grad(loss, has_aux=True)))
+    slopes, state = run(params, params, state)
+    assert (slopes["w"] == -1).all()
+    assert (state.average["w"] == 0.5 * params["w"] - 0.5 * params["w"]).all()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "alone",
+        "zero1 around",
+        "zero1 inside",
+        pytest.param("host", marks=needs_memories),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:take_step. this step runs without")
+def test_on_eight_devices_it_is_sharded_as_the_params_are(order, monkeypatch):
+    monkeypatch.setattr(_average, "_PLAN", Plan(min_size=64, chunk_bytes=64))
+    mesh = jax.make_mesh((8,), ("data",))
+    placed = NamedSharding(mesh, P() if "zero1" in order else P("data"))
+    hosted = {"memory_kind": HOST, "param_shardings": placed}
+    cut = functools.partial(optax_mp.zero1, mesh=mesh, axis="data")
+    make = {
+        "alone": averaged,
+        "zero1 around": lambda x: cut(averaged(x)),
+        "zero1 inside": lambda x: averaged(cut(x)),
+        "host": lambda x: averaged(x, **hosted),
+    }[order]
+    params = {"w": params_of()["w"]}
+    on_mesh, tx = jax.device_put(params, placed), make(MASTERS)
+    want = train(averaged(MASTERS), params, {"w": gradients(3)["w"]})[1]
+    if order == "alone":
+        assert optax_mp.state_shardings(tx, on_mesh).average["w"] == placed
+    for step in (by_update, by_take_step):
+        state = tx.init(on_mesh)
+        after, state, *_ = train(tx, on_mesh, {"w": gradients(3)["w"]}, step, state)
+        found = state.average["w"].sharding
+        assert found.spec[:1] == ("data",), found
+        assert (found.memory_kind == HOST) == (order == "host")
+        assert as_bits(state.average) == as_bits(want.average)
+        average = optax_mp.average_params(state, after)
+        assert as_bits(average) == as_bits(want.average)
+
+
+@needs_memories
+@pytest.mark.filterwarnings("ignore:take_step. this step runs without")
+def test_in_host_memory_the_bits_are_the_same(monkeypatch):
+    monkeypatch.setattr(_average, "_PLAN", Plan(min_size=64, chunk_bytes=256))
+    hosted = functools.partial(averaged, memory_kind=HOST)
+    off = functools.partial(optax_mp.offload, min_size=64, chunk_bytes=256)
+    params = {"w": params_of()["w"], "b": params_of()["b"]}
+    grads = {k: gradients(4, bad=(1,))[k] for k in "wb"}
+    inner = scaled(MASTERS)
+    wants = [train(averaged(x), params, grads) for x in (inner, scaled(COMPACT))]
+    for want, where, tx, step in (
+        (wants[0], "Host", hosted(inner), by_update),
+        (wants[0], "Host", scaled(hosted(MASTERS)), by_update),
+        (wants[0], "Device", averaged(off(inner)), by_update),
+        (wants[0], "Host", off(averaged(inner)), by_update),
+        (wants[0], "Host", hosted(off(inner)), by_take_step),
+        (wants[0], "Host", off(hosted(inner)), by_take_step),
+        (wants[1], "Host", hosted(scaled(COMPACT)), by_take_step),
+    ):
+        got = train(tx, params, grads, step)
+        assert as_bits(got[2:]) == as_bits(want[2:])
+        ((_, node),) = optax_mp.trees._states.find_states(got[1], AverageState)
+        assert kinds(node.average) == {where, "Device"}
+
+
+def test_reports_checkpoints_and_conversions_know_it():
+    params, plain, tx = params_of(), MASTERS, averaged(scaled(MASTERS))
+    grads = each(gradients(1), 0)
+    state = plain.init(params)
+    updates, state = plain.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    template = jax.eval_shape(tx.init, params)
+    with pytest.raises(ValueError, match="average"):
+        optax_mp.check_checkpoint(state, template)
+    added = optax_mp.convert_opt_state(state, params, plain, tx)
+    optax_mp.check_checkpoint(added, template)
+    masters = optax_mp.master_params(state, params)
+    assert as_bits(optax_mp.average_params(added, params)) == as_bits(masters)
+    roles = optax_mp.memory_report(added, params).by_role()
+    assert roles["average"] == roles["masters"] == 4 * (8 * 32 + 3)
+    moved = added._replace(average=jax.tree.map(jnp.zeros_like, added.average))
+    kept = optax_mp.convert_opt_state(moved, params, tx, averaged(plain, start=1))
+    assert as_bits(kept.average) == as_bits(moved.average)
+    dropped = optax_mp.convert_opt_state(added, params, tx, plain)
+    assert as_bits(dropped) == as_bits(state)
+
+
+def test_wrong_arguments_and_averages_in_16_bits_are_said():
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    for decay, error in ((1.0, ValueError), ("0.9", TypeError)):
+        with pytest.raises(error, match="`decay` .* less than 1, such as 0.999, got"):
+            optax_mp.with_average(SGD, decay)
+    for name, value in (("every", 0), ("start", -1), ("memory_kind", "disk")):
+        with pytest.raises(ValueError, match=f"with_average: .*{name}"):
+            averaged(SGD, **{name: value})
+    with pytest.raises(ValueError, match="average_params: .*without an AverageState"):
+        optax_mp.average_params(MASTERS.init(params), params)
+    with pytest.raises(ValueError, match="with_average: expected the current params"):
+        averaged(SGD).update(params, averaged(SGD).init(params))
+    lost = averaged(SGD).init(params)._asdict()
+    with pytest.raises(ValueError, match="has lost its class"):
+        optax_mp.average_params(lost, params)
+    ema = optax.chain(SGD, optax.ema(0.999))
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="averages in bfloat16"):
+        optax_mp.master_params(ema.init(params), params)
+
+
+def test_a_released_stack_has_its_average():
+    def loss(layers, rest, x):
+        x, _ = optax_mp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    tx, layers = averaged(MASTERS), params_of()["w"].reshape(4, 8, 8)
+    state = jax.vmap(tx.init)(layers)
+    first = state.average
+    step = jax.jit(optax_mp.release_gradients(loss, tx))
+    for _ in range(2):
+        *_, layers, state = step(state, layers, {}, jnp.ones((2, 8), jnp.bfloat16))
+    masters = state.inner_state.master_params
+    average = optax_mp.average_params(state, layers)
+    assert as_bits(average) == as_bits(0.5 * first + 0.5 * masters) != as_bits(first)
