@@ -28,7 +28,7 @@ class Settings:
     models need far lower rates. docs/evidence.md has the losses at other rates.
     """
 
-    steps: int = 400
+    steps: int = 350
     seeds: tuple[int, ...] = (0, 1)
     width: int = 64
     layer_count: int = 2

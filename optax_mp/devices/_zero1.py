@@ -167,9 +167,9 @@ def zero1(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         part = in_parts(updates, state, params, extra_args)
-        *args, shardings, cuts = part
-        changes, state = update_by_engine(*args, shardings or ())
-        return cuts.gather_updates(part.params, changes), cuts.cut(state)
+        args = part.grads, part.opt_state, part.params, part.extra_args
+        changes, state = update_by_engine(part.update, *args, part.shardings or ())
+        return part.cuts.gather_updates(part.params, changes), part.cuts.cut(state)
 
     made = Transformation.around("zero1", inner, init_fn, update_fn, is_leafwise=False)
     made.in_parts = in_parts
