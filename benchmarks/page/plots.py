@@ -173,7 +173,7 @@ def draw_step_time(figure: Any, records: Records) -> None:
 def draw_amp(figure: Any, records: Records) -> None:
     """What the forward pass keeps, and the error of the gradient of a reused weight."""
     kept, error = figure.subplots(1, 2)
-    model, _, reuse = records["amp"].tables.values()
+    model, reuse = records["amp"].tables.values()
     draw_bars(kept, model, "kept MiB")
     kept.set_xlabel("MiB kept for the backward pass")
     uses = [row["uses"] for row in reuse]

@@ -34,7 +34,7 @@ def scaled(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     So it overflows even in a short run, and the demo shows skipped steps.
     """
     masters = optax_mp.mixed_precision(inner)
-    return optax_mp.dynamic_loss_scale(masters, growth_interval=100)
+    return optax_mp.dynamic_loss_scale(masters, growth_interval=50)
 
 
 def unscaled_value_and_grad(loss_fn: LossFunction) -> Callable[..., Any]:
