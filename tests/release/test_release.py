@@ -6,19 +6,17 @@ import sys
 from pathlib import Path
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from communication import large, sent_by
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.optimizers import OPTIMIZERS
-from support.slow_cases import mostly_slow
+from optimizers import OPTIMIZERS
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -244,6 +242,10 @@ EXPERTS, LENGTH = 2, 5
 POSITIONS = np.arange(LENGTH)  # captured from outside of the loss
 
 
+class Box(eqx.Module):
+    value: jax.Array
+
+
 @jax.jit
 @jax.checkpoint
 def decoder(layers, rest, x):
@@ -256,11 +258,11 @@ def decoder(layers, rest, x):
     is_word = tokens != 0
     mask = (POSITIONS[:, None] >= POSITIONS) & is_word
     angles = jnp.cumsum(is_word)[:, None] / 10.0 ** jnp.arange(WIDTH // 2)
-    cos, sin = nn.LogicallyPartitioned(jnp.cos(angles), ()), jnp.sin(angles)
+    cos, sin = Box(jnp.cos(angles)), jnp.sin(angles)
 
     def rotated(x):
         a, b = jnp.split(x, 2, -1)
-        cosine = cos.unbox()
+        cosine = cos.value
         return jnp.concatenate([a * cosine - b * sin, b * cosine + a * sin], -1)
 
     @jax.checkpoint
@@ -292,6 +294,8 @@ KEY, ONES = jax.random.key(7), jnp.ones((5, WIDTH))
 
 
 def linen_model():
+    nn = pytest.importorskip("flax.linen")
+
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, _):
@@ -305,6 +309,8 @@ def linen_model():
 
 
 def nnx_model():
+    nnx = pytest.importorskip("flax.nnx")
+
     class Block(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
