@@ -43,7 +43,7 @@ DTYPES = ["bfloat16", "float16"]
 # Functions that are also run by default, and not only traced.
 RUN_BY_DEFAULT = {"attention", "sharded", "custom_vjp"}
 # In float16, where few operations differ, those that have numbers or powers.
-IN_FLOAT16 = {"attention", "layer_norm", "rnn", "custom_vjp"}
+IN_FLOAT16 = "attention", "layer_norm", "rnn", "custom_vjp"
 CHOICES = [(x, "bfloat16") for x in CASES] + [(x, "float16") for x in IN_FLOAT16]
 each = mostly_slow(("name", "dtype"), CHOICES, lambda _, dtype: dtype == "bfloat16")
 
