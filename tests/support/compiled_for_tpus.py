@@ -20,7 +20,7 @@ from optimizers import OPTIMIZERS, extra_arguments
 import optax_mp
 
 GENERATIONS = {"v4": "v4:2x2x1", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-SHAPE = (64, 512)
+SHAPE = (256, 512)
 
 
 def compiled(name, topology):
