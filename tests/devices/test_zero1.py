@@ -206,7 +206,10 @@ def test_a_kernel_takes_the_part_of_each_device(kind):
         args = params, tx.init(params), params
         for step in (jax.jit(by_update(tx)), jax.jit(by_take_step(tx))):
             traced = jax.jit(lambda *args, step=step: step(*args)).trace(*args)
-            for platform, call in (("tpu", "tpu_custom_call"), ("cuda", "triton")):
+            calls = {"tpu": "tpu_custom_call"}
+            if jax.__version_info__ < (0, 11):  # later ones want a GPU in the mesh
+                calls["cuda"] = "triton"
+            for platform, call in calls.items():
                 text = traced.lower(lowering_platforms=(platform,)).as_text()
                 assert text.count(call) == 1, (step, platform)
         rows = optax_mp.step_report(tx, *args).rows
