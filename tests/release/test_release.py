@@ -188,7 +188,9 @@ def test_parts_of_optimizers_take_the_separate_step(name):
 
 
 def test_a_norm_of_each_layer_is_an_explicit_choice():
-    check(optax.chain(CLIP, OTHERS["block RMS, injected"]), by_layer=True)
+    # The newest XLA sums a norm in another order.
+    tx = optax.chain(CLIP, OTHERS["block RMS, injected"])
+    check(tx, exact=False, by_layer=True)
 
 
 # What else a model has
