@@ -3,6 +3,9 @@
 The library appears in `FORMS` (what `nnx.Optimizer` is given), in `cast_floating`, in
 `scale_loss`, which multiplies the loss where the optimizer holds a loss scale, and in
 `master_params`. These take the optimizer and the model as they are.
+
+`nnx.grad` gives 16-bit gradients, so `update_dtype` asks for float32 updates, which
+land exactly.
 """
 
 import functools
@@ -15,7 +18,7 @@ from flax import nnx
 import optax_mp
 
 adamw = optax.adamw(2e-2)
-masters = optax_mp.mixed_precision(adamw)
+masters = optax_mp.mixed_precision(adamw, update_dtype=jnp.float32)
 FORMS = {
     "float32": (jnp.float32, adamw),
     "bfloat16": (jnp.bfloat16, masters),

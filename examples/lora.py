@@ -16,7 +16,8 @@ import optax
 
 import optax_mp
 
-masters = optax_mp.mixed_precision(optax.adamw(1e-2))
+# Float32 updates, so that adapters may be merged and set to zero between steps.
+masters = optax_mp.mixed_precision(optax.adamw(1e-2), update_dtype=jnp.float32)
 LABELS = {"frozen": "freeze", "adapters": "train"}
 FORMS = {
     "partition": optax.partition(

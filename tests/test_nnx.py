@@ -18,7 +18,7 @@ import optax_mp
 
 nnx = pytest.importorskip("flax.nnx")
 
-MASTERS = optax_mp.mixed_precision(optax.adam(0.1))
+MASTERS = optax_mp.mixed_precision(optax.adam(0.1), update_dtype=jnp.float32)
 FORMS = {
     "FullCopy": lambda: MASTERS,
     "Split(16)": lambda: optax_mp.mixed_precision(

@@ -253,7 +253,7 @@ def tails_of(form: str, shape: tuple[int, ...]) -> list[Any]:
     params, grads = ({"w": jax.ShapeDtypeStruct(shape, x)} for x in dtypes)
 
     def trace(*args: Any) -> None:
-        step, inputs, kept, _ = bind_step("", tx, *args, None, {})
+        step, inputs, kept, *_ = bind_step("", tx, *args, None, {})
         traced = _tailwise.trace_step(step, inputs, kept)
         assert not isinstance(traced, str), traced
         found.extend(traced.tails)

@@ -170,12 +170,13 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
     """Return `opt_state` with the masters of params that were edited since the step.
 
     A projection, a pruning mask, an averaging of replicas or a checkpoint may change
-    params between two steps. The next step takes an edited param as its master, so call
-    this function only
+    params between two steps. After float32 updates (of float32 gradients, or with
+    `update_dtype=jnp.float32`), and before the first step, the next step takes an
+    edited param as its master. So call this function only
 
-    - before `master_params`, if no step comes first;
-    - if updates have 16 bits (`update_dtype="grads"` or `"params"`). The next step then
-      cannot tell an edit from a rounding, and would undo it.
+    - after 16-bit updates. The next step cannot tell an edit from a rounding, and would
+      undo it;
+    - before `master_params`, if no step comes first.
 
     Element by element: a finite param that differs from its rounded master becomes the
     new master. After 16-bit updates a few params in a thousand differ by a rounding;

@@ -27,8 +27,7 @@ class Settings(NamedTuple):
     Attributes:
         master_dtype: the dtype of masters.
         dtype_in_training: the dtype of each param in training, as the user declares it.
-        update_dtype: the dtype of updates; None for that of masters, `"params"` or
-            `"grads"`.
+        update_dtype: the dtype of updates; `"params"`, or None for the gradients'.
         storage: how masters are kept.
         is_declared: whether the user declares dtypes in training.
     """
@@ -46,8 +45,10 @@ class Settings(NamedTuple):
         """Return the settings of `mixed_precision`, or raise."""
         master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
         by_leaf = read_param_dtype(param_dtype, "mixed_precision: `param_dtype`")
-        if not (update_dtype is None or _is_word(update_dtype, "params", "grads")):
-            argument = 'mixed_precision: `update_dtype`, if not "params" or "grads",'
+        # `isinstance` first, because `dtype == "params"` tries to read a dtype's name.
+        is_params = isinstance(update_dtype, str) and update_dtype == "params"
+        if update_dtype is not None and not is_params:
+            argument = 'mixed_precision: `update_dtype`, if not None or "params",'
             update_dtype = floating_dtype(update_dtype, argument)
         check_storage(storage, master_dtype, update_dtype)
         is_declared = param_dtype is not None
@@ -67,13 +68,10 @@ class Settings(NamedTuple):
             # The param decodes the master: if it missed its target by a rounding, the
             # stored remainder would decode to another master.
             return _FLOAT32
-        wanted = self.update_dtype
-        if wanted is None:
-            # JAX adds an 8-bit float only to its own dtype.
-            wanted = self.master_dtype if bits(param.dtype) >= 16 else "grads"
-        if has_master and isinstance(wanted, np.dtype):
-            return wanted
-        like = grad if _is_word(wanted, "grads") and is_floating(grad) else param
+        if has_master and isinstance(self.update_dtype, np.dtype):
+            return self.update_dtype
+        # `is` and not `==`, because NumPy takes None for float64.
+        like = grad if self.update_dtype is None and is_floating(grad) else param
         return jax.dtypes.canonicalize_dtype(like.dtype)
 
     def check_state(self, state: Any) -> None:
@@ -147,11 +145,6 @@ class Settings(NamedTuple):
             '`optax_mp.FullCopy()` with `update_dtype="params"`; otherwise cast the '
             "params back with `optax_mp.cast_floating`."
         )
-
-
-def _is_word(update_dtype: Any, *words: str) -> bool:
-    # `isinstance` first, because `dtype == "params"` tries to read a dtype's name.
-    return isinstance(update_dtype, str) and update_dtype in words
 
 
 def check_shape(where: str, param: Any, stored: Any, storage: Storage) -> None:

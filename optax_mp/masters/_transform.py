@@ -37,7 +37,7 @@ from optax_mp.wrappers._context import Transformation
 from optax_mp.wrappers._inner import as_inner_param, as_transformation
 
 _CALLER = "mixed_precision"
-UpdateDType = DTypeLike | Literal["params", "grads"] | None
+UpdateDType = DTypeLike | Literal["params"] | None
 
 
 def mixed_precision(
@@ -67,8 +67,9 @@ def mixed_precision(
       as after a step that diverged, stay infinite where the param's dtype has
       infinities.
     - Your loop may edit params between steps: a projection, a pruning mask, adapters
-      that are merged and set to zero. Each edited element is its new master in the next
-      step.
+      that are merged and set to zero. After float32 updates each edited element is its
+      new master in the next step. After 16-bit updates an edit cannot be told from a
+      rounding, and is undone: pass `update_dtype=jnp.float32`, or call `follow_params`.
     - An infinite param, such as the -inf of a mask, stays infinite until its master is
       NaN, and NaN stays NaN. To make such params finite, cast `master_params` again.
       Weight decay makes infinities NaN, as in float32 training: exclude a mask from it.
@@ -87,15 +88,13 @@ def mixed_precision(
             and cast it later. A dtype, a `Policy`, or a function of (path string,
             leaf); by default each leaf's own dtype. Calling `init` before the cast
             keeps all bits of pretrained weights in the masters.
-        update_dtype: the dtype of updates. None, the default, is `master_dtype`, which
-            brings each param exactly to its rounded master; `optax.apply_updates` casts
-            the sum back. (8-bit params get the dtype of their gradient.) `"grads"` is
-            the dtype of the gradients, for wrappers that require it, such as
-            `optax.apply_if_finite` around this transform. `"params"` is the dtype of
-            the params, for loops that do not cast back, such as
-            `equinox.apply_updates`. 16-bit updates are rounded: a param can miss its
-            rounded master until the next step, and edits of params need
-            `follow_params`.
+        update_dtype: the dtype of updates. None, the default, is the dtype of the
+            incoming gradients, as for every optax optimizer. Updates of 16-bit
+            gradients are then rounded, and a param can miss its rounded master by that
+            rounding until the next step. `jnp.float32` brings each param exactly to its
+            rounded master; `optax.apply_updates` casts the sum back. `"params"` is the
+            dtype of the params, for loops that get float32 gradients and do not cast
+            back, such as `equinox.apply_updates`.
         storage: how masters are kept: `FullCopy()`; `Split(bits=16)`, lossless for
             bfloat16 params with 2 bytes per weight less; `Split(bits=8)`; or an object
             of your own with the members of `Storage`. With `Split`, updates of leaves

@@ -16,7 +16,7 @@ from optax_mp._jax._arrays import spec_in_type
 from optax_mp._jax._contact import is_traced_by_jit, varies_by_rank
 from optax_mp._jax._dataflow import asked_shardings
 from optax_mp._jax._memory import HOST_KIND, is_host_type, is_on_host
-from optax_mp._jax._sharding import entries_of, fits_blocks, place_like
+from optax_mp._jax._sharding import axis_names, entries_of, fits_blocks, place_like
 from optax_mp._jax._traced import TracedCall
 from optax_mp.trees._boxes import Divides
 from optax_mp.trees._states import find_owners
@@ -127,10 +127,17 @@ def follow(
 
 
 def fill_spec(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
-    """Return a spec with the entries of another where it is unconstrained."""
-    pairs = zip(spec, entries_of(other, len(spec)), strict=True)
-    unknown = PartitionSpec.UNCONSTRAINED
-    return PartitionSpec(*(b if a is unknown else a for a, b in pairs))
+    """Return a spec with the entries of another where it is unconstrained.
+
+    But for those that name an axis of the mesh that the spec gives to a dimension.
+    """
+    given = {name for dim in range(len(spec)) for name in axis_names(spec, dim)}
+    entries = list(spec)
+    for dim, entry in enumerate(entries_of(other, len(spec))):
+        if entries[dim] is PartitionSpec.UNCONSTRAINED:
+            is_free = given.isdisjoint(axis_names(other, dim))
+            entries[dim] = entry if is_free else None
+    return PartitionSpec(*entries)
 
 
 def named_sharding(leaf: Any) -> NamedSharding | None:

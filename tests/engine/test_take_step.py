@@ -86,7 +86,8 @@ ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16"}
 ON_GPUS |= {"MultiSteps", "booleans"}
 # How many codes may differ, where it is more than one in a thousand: each step computes
 # the params anew, so that the last place of any sum shows.
-CODES = {"madgrad": 3e-3, "muon": 2e-3}  # Muon by its products of matrices
+# Muon by its products of matrices, float16 by the rest that its remainders round.
+CODES = {"madgrad": 3e-3, "muon": 2e-3, "float16": 3e-3}
 # No block divides them; several rows of blocks; other ranks; small and empty ones.
 SHAPES = [(96, 384), (33, 4224), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4)]
 
@@ -302,7 +303,7 @@ IN_CHUNKS = [
     "float16",
 ]
 IN_CHUNKS += ["split", "muon", "madgrad"]
-CHUNKED = [(1096, 520), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
+CHUNKED = [(640, 520), (4, 64, 256), (262, 256), (133, 1032), (2**18,), (300,)]
 
 
 # MADGRAD keeps sums of histories, which are never coded.

@@ -76,7 +76,7 @@ def test_pretrained_weights_in_a_train_state_stay(form):
 SPLIT = optax_mp.Split(16)
 PROMOTED = {
     "float32": (
-        optax_mp.mixed_precision(ADAMW),
+        optax_mp.mixed_precision(ADAMW, update_dtype=jnp.float32),
         '.w in a .*got float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
     ),
     "Split": (

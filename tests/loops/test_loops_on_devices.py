@@ -232,7 +232,7 @@ def in_one_pass(params, state):
 
 
 # Most of these are no multiples of 8 x 32: parts of them are not of blocks of 32.
-UNEVEN = (1024, 2056), (48, 2080), (64, 264), (2880, 2880), (6, 64, 5504), (3, 32, 96)
+UNEVEN = (1024, 2056), (80, 2080), (64, 264), (2880, 2880), (6, 64, 5504), (3, 64, 96)
 
 
 @mostly_slow(

@@ -13,7 +13,7 @@ from steps import by_update
 import optax_mp
 
 FORMS = {
-    "FullCopy": {},
+    "FullCopy": {"update_dtype": jnp.float32},
     "Split(16)": {"storage": optax_mp.Split(16)},
     "Split(8)": {"storage": optax_mp.Split(8)},
 }
@@ -145,7 +145,7 @@ def test_edits_of_any_size_are_masters_whatever_gradients_are(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_with_16_bit_updates_follow_params_tells_of_an_edit(form):
     """Without it `FullCopy` cannot tell an edit from a rounding, and undoes it."""
-    settings = FORMS[form] or {"update_dtype": "grads"}
+    settings = FORMS[form] | {"update_dtype": None}
     tx = optax.chain(
         optax.clip(10.0), optax_mp.mixed_precision(optax.sgd(0.0), **settings)
     )
@@ -173,7 +173,7 @@ def test_roundings_of_16_bit_updates_are_no_edits():
     Beside a param that misses its master a remainder does not fit.
     """
     sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
-    tx = optax_mp.mixed_precision(sgd, update_dtype="grads")
+    tx = optax_mp.mixed_precision(sgd)
     rng = np.random.default_rng(0)
     draw = lambda: {"w": jnp.asarray(rng.normal(size=65536), jnp.bfloat16)}  # noqa: E731
     params = draw()

@@ -79,6 +79,7 @@ INSIDE_BY_DEFAULT = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:mixed_precision. .inner. does not train")
 @mostly_slow(
     ("nesting", "dtype"),
     itertools.product(INSIDE, ["bfloat16", "float16"]),
@@ -136,9 +137,7 @@ def test_wrappers_outside_see_an_ordinary_optimizer(nesting, grad_dtype):
     # norm, MultiSteps its mean), so the bare run gets them in the same dtype.
     upcast = optax.stateless(lambda g, _: optax.tree.cast(g, jnp.float32))
     bare_tx = wrap(optax.chain(upcast, optax.adamw(1e-2)))
-    # `apply_if_finite` wants updates in the dtype of the gradients.
-    settings = {"update_dtype": "grads"} if nesting == "apply_if_finite" else {}
-    tx = wrap(optax_mp.mixed_precision(optax.adamw(1e-2), **settings))
+    tx = wrap(optax_mp.mixed_precision(optax.adamw(1e-2)))
     if grad_dtype == "float32":
         bare, _, _ = run(bare_tx, "float32", masters=False)
         masters, params, _ = run(tx, "bfloat16")
@@ -186,7 +185,7 @@ def test_optax_tree_functions_find_their_way():
 
 @pytest.mark.slow
 def test_16_bit_misses_do_not_accumulate():
-    tx = optax_mp.mixed_precision(optax.adamw(1e-3), update_dtype="grads")
+    tx = optax_mp.mixed_precision(optax.adamw(1e-3))
     params = {"w": jnp.linspace(-2, 2, 4001).astype(jnp.bfloat16)}
     state = tx.init(params)
 

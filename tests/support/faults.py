@@ -108,10 +108,11 @@ class Accumulated:
 class StaticRule(LossScaleRule):
     """A loss scale that stays, and counts."""
 
+    def __init__(self, scale):
+        super().__init__(scale, hysteresis=2**31 - 1)
+
     def _after_finite(self):
         """Keep the scale."""
-
-    _after_overflow = _after_finite
 
 
 @dataclasses.dataclass

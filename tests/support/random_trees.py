@@ -251,7 +251,7 @@ def scenarios(
         # Of one, accumulators are real; of the other, hyperparameters would be complex.
         tree = jax.tree.map(as_real, tree, is_leaf=is_leaf)
     has_float8 = any(x.dtype in LOW[2:] for x in leaves_of(tree))
-    update_dtypes = [None, "float32"] if splits else [None, "grads", "params"]
+    update_dtypes = [None, "float32"] if splits else [None, "float32", "params"]
     if has_float8:
         update_dtypes = ["params"]
     return Scenario(

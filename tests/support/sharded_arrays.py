@@ -15,12 +15,12 @@ SPECS = {
     "last": P(None, None, "b"),
     "uneven": P("b"),
 }
-# The shards of the last have 10 rows, which are no whole tiles.
+# The last has groups of 40 rows, which are no whole tiles of a TPU.
 SHAPES = {
-    "rows": (64, 384),
-    "both": (64, 512),
+    "rows": (256, 384),
+    "both": (256, 512),
     "last": (3, 32, 512),
-    "uneven": (40, 128),
+    "uneven": (320, 128),
 }
 
 

@@ -69,9 +69,7 @@ def _wrapped(
 
     @functools.wraps(factory)
     def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        # They ask for updates in the dtype of the gradients.
-        inner = factory(*args, **kwargs)
-        optimizer = optax_mp.mixed_precision(inner, update_dtype="grads")
+        optimizer = optax_mp.mixed_precision(factory(*args, **kwargs))
         _built.add(name)
 
         def init(params: Any) -> optax_mp.MixedPrecisionState:
