@@ -123,7 +123,7 @@ def test_dtype_of_updates(grad_dtype, update_dtype, want):
 
 
 def test_float64_masters_of_float32_params_have_exact_updates(x64):
-    tx = optax_mp.mixed_precision(optax.sgd(0.1), jnp.float64)
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), "float64", update_dtype="float64")
     params = {"w": jnp.ones(3, jnp.float32)}
     updates, _ = tx.update(params, tx.init(params), params)
     assert updates["w"].dtype == jnp.float64
