@@ -57,8 +57,9 @@ def _size_along(length: int, block_size: int) -> int:
     return min(long, key=lambda n: max(n / block_size, block_size / n), default=part)
 
 
-# At most so many rows have shifts in common: 2^-7 bytes per element. From 16 on a power
-# of two is best for kernels; groups of fewer than 8 would take more than codes save.
+# At most so many rows have shifts in common: 2^-7 bytes per element. From 16 on, powers
+# of two are best for kernels, then multiples of the 8 rows of a TPU's registers; groups
+# of fewer than 8 would take more than codes save.
 _MOST_ROWS, _GOOD_ROWS, _FEWEST_ROWS = 128, 16, 8
 
 
@@ -77,7 +78,8 @@ def choose_group(shape: tuple[int, ...], axis: int) -> int | None:
     part = length // math.gcd(length, 8)
     size = math.gcd(part, _MOST_ROWS)
     if size < _GOOD_ROWS:
-        size = max(n for n in range(1, _MOST_ROWS + 1) if part % n == 0)
+        divisors = [n for n in range(1, _MOST_ROWS + 1) if part % n == 0]
+        size = max(divisors, key=lambda n: (n >= _GOOD_ROWS and n % 8 == 0, n))
     # No two devices share an odd number of rows. The last group may be short.
     is_good = part < length and size >= _FEWEST_ROWS
     return size if is_good else min(length, _MOST_ROWS)

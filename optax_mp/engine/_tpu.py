@@ -51,8 +51,7 @@ class TileEvaluator(KernelEvaluator):
     Attributes:
         rows: of the chunk.
         columns: of the chunk, a multiple of 128.
-        block_size: how many columns share a scale. All rows share shifts, if there are
-            any.
+        block_size: how many columns share a scale.
         origin: the indices of the tile's first element in the part.
         first: the chunk's first column in the tile.
     """
@@ -71,8 +70,7 @@ class TileEvaluator(KernelEvaluator):
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
         rows, columns = self.part.block_of(shape)
-        width = self.columns if columns == 1 else LANES
-        return self.rows if rows == 1 else 1, width
+        return pl.cdiv(self.rows, rows), self.columns if columns == 1 else LANES
 
     def is_of_chunk(self) -> jax.Array:
         """Return which scales of the tile belong to this chunk."""
@@ -92,7 +90,11 @@ class TileEvaluator(KernelEvaluator):
     def spread(self, scales: jax.Array, axis: int) -> jax.Array:
         """Return for each element the scale of its block along an axis, -1 or -2."""
         if axis == -2:
-            return jnp.broadcast_to(scales, (self.rows, self.columns))
+            size, groups = self.part.group_size, []
+            for i, first in enumerate(range(0, self.rows, size)):
+                shape = min(size, self.rows - first), self.columns
+                groups.append(jnp.broadcast_to(scales[i : i + 1], shape))
+            return jnp.concatenate(groups)
         # The other way round: lane i of the elements takes lane i / block size.
         at = lax.broadcasted_iota(jnp.int32, (self.rows, self.columns), 1)
         return _take_lanes(scales, (at + self.first) >> self._shift)
@@ -121,7 +123,9 @@ class TileEvaluator(KernelEvaluator):
         # Rows after the last one hold anything.
         row = lax.broadcasted_iota(jnp.int32, values.shape, 0) + self.origin[-2]
         values = jnp.where(row < self.part.shape[-2], values, 0)
-        return jnp.max(values, axis=0, keepdims=True)
+        size = self.part.group_size
+        groups = (values[i : i + size] for i in range(0, self.rows, size))
+        return jnp.concatenate([jnp.max(x, axis=0, keepdims=True) for x in groups])
 
 
 def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -138,6 +142,7 @@ def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 _ROWS, _ROW_BITS = 32, 5  # Mosaic's tiles of 8-bit numbers are 32 x 128.
+_SUBLANES, _SHORT = 8, 16  # rows of a register, and of a short group
 _PACKED = 4  # rows of 8-bit numbers, in one of 32-bit numbers
 _CHUNK = 512
 
@@ -159,7 +164,7 @@ def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
     if part.shape[-1] % LANES:
         return f"last axis not a multiple of {LANES}"
     block_size, group_size = part.block_size, part.group_size
-    if group_size not in (1, part.shape[-2]) and group_size % _ROWS:
+    if group_size not in (1, part.shape[-2]) and group_size % _SUBLANES:
         return f"groups of {group_size} rows"
     if block_size > 1 and (block_size < 8 or LANES % block_size):
         return f"blocks of {block_size}"
@@ -195,7 +200,10 @@ class _Tiles:
         """Return the tiles of a part."""
         height, width = part.shape[-2:]
         block_size = part.block_size if part.block_size > 1 else 32
-        rows = part.group_size if part.group_size > 1 else min(_ROWS, height)
+        # Of short groups as many as make a tile of shifts.
+        is_short = 1 < part.group_size <= _SHORT
+        rows = part.group_size * _ROWS if is_short else math.lcm(_ROWS, part.group_size)
+        rows = min(rows, height)
         # As many columns as 128 scales are for, since those fill a register's lanes.
         # Tiles of more rows have fewer, and several of them share a tile of scales.
         columns = block_size * LANES >> max(0, (rows - 1).bit_length() - _ROW_BITS)
@@ -218,24 +226,46 @@ class _Tiles:
         """Return whether a value is an array of scales."""
         return self.part.block_of(value.aval.shape)[1] > 1
 
+    @property
+    def group_count(self) -> int:
+        """Return how many rows of shifts belong to a tile."""
+        return pl.cdiv(self.rows, self.part.group_size)
+
+    def has_single_shifts(self, shape: tuple[int, ...]) -> bool:
+        """Return whether an array is of shifts whose rows are tiles by themselves.
+
+        A few of many rows are no tile.
+        """
+        is_tile = self.group_count % _ROWS == 0 or self.rows == self.part.shape[-2]
+        return self.has_shifts(shape) and not is_tile
+
     def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that the kernel gets the part of an array as."""
         own = self.part.shape_of(shape)
-        # One row of shifts is no tile, unless there is no other.
-        return (*own[:-1], 1, own[-1]) if self.has_shifts(shape) else own
+        return (*own[:-1], 1, own[-1]) if self.has_single_shifts(shape) else own
 
     def spec(self, value: Value) -> Any:
         """Return the tile of an array that a program has."""
         leading = [None] * (len(self.part.shape) - 2)
-        if self.has_shifts(value.aval.shape):
-            tile = (*leading, None, 1, self.columns)
+        if self.has_single_shifts(value.aval.shape):
+            tile = (*leading, self.group_count, 1, self.columns)
             return pl.BlockSpec(tile, lambda *at: (*at[:-1], 0, at[-1]))
+        if self.has_shifts(value.aval.shape):
+            tile = (*leading, self.group_count, self.columns)
+            return pl.BlockSpec(tile, lambda *at: at)
         if not self.is_scales(value):
             return pl.BlockSpec((*leading, self.rows, self.columns), lambda *at: at)
         return pl.BlockSpec(
             (*leading, self.rows, LANES),
             lambda *at: (*at[:-1], lax.div(at[-1], jnp.int32(self.shared))),
         )
+
+    def places(self, value: Value, first: Any) -> list[tuple[Any, ...]]:
+        """Return where a chunk's elements or shifts are in their tile."""
+        columns = pl.ds(first, self.chunk)
+        if not self.has_single_shifts(value.aval.shape):
+            return [(slice(None), columns)]
+        return [(i, slice(None), columns) for i in range(self.group_count)]
 
     def first_chunk(self, here: Part) -> TileEvaluator:
         """Return the first chunk of this program's tile."""
@@ -294,7 +324,8 @@ def _run_tile(
         local = dict(values)
         for value, ref in inputs.items():
             if not tiles.is_scales(value):
-                read = ref[:, pl.ds(first, tiles.chunk)]
+                read = [ref[at] for at in tiles.places(value, first)]
+                read = read[0] if len(read) == 1 else jnp.concatenate(read)
                 local[value] = to_register_dtype(read, value.aval.dtype)
         chunk.run_all(tail, local)
         # Elements are stored at once. The scales of a chunk fill only a part of a
@@ -302,7 +333,12 @@ def _run_tile(
         # sets its own, and they are stored at the end.
         for value, ref in outputs.items():
             if not tiles.is_scales(value):
-                ref[:, pl.ds(first, tiles.chunk)] = local[value].astype(ref.dtype)
+                result, places = (
+                    local[value].astype(ref.dtype),
+                    tiles.places(value, first),
+                )
+                for i, at in enumerate(places):
+                    ref[at] = result if len(places) == 1 else result[i : i + 1]
         both = zip(of_scales, scales, strict=True)
         return [jnp.where(chunk.is_of_chunk(), local[x], old) for x, old in both]
 

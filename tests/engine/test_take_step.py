@@ -88,8 +88,9 @@ ON_GPUS |= {"MultiSteps", "booleans"}
 # the params anew, so that the last place of any sum shows.
 # Muon by its products of matrices, float16 by the rest that its remainders round.
 CODES = {"madgrad": 3e-3, "muon": 2e-3, "float16": 3e-3}
-# No block divides them; several rows of blocks; other ranks; small and empty ones.
-SHAPES = [(96, 384), (33, 4224), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4)]
+# Groups of 8 rows, all in one tile; of 33; of 40, four in a tile of a TPU; an axis that no
+# block divides; small and empty ones.
+SHAPES = [(64, 384), (33, 4224), (1, 320, 512), (2, 2, 32, 130), (70,), (), (0, 4)]
 
 
 def random_tree(seed, dtype="bfloat16", scale=1.0, shapes=SHAPES):

@@ -223,14 +223,18 @@ def shift_layout(shape, block_size):
     """Return the axis along which rows share shifts, and how many; None for no shifts.
 
     The last axis that is not that of the blocks. Groups divide what 8, 4 or 2 devices
-    have: 128, 64, 32 or 16 rows, or else the most from 8 on. Otherwise all rows, or 128
-    and a short last group.
+    have: 128, 64, 32 or 16 rows, or else the most eights of rows from 16 on, or else the
+    most rows from 8 on. Otherwise all rows, or 128 and a short last group.
     """
     others = [i for i in range(len(shape)) if i != block_layout(shape, block_size)[0]]
     if not others or (length := shape[others[-1]]) == 1:
         return None
     part = next((length // n for n in (8, 4, 2) if length % n == 0), 0)
-    sizes = [n for n in (128, 64, 32, 16, *range(128, 7, -1)) if part % n == 0]
+    sizes = [
+        n
+        for n in (128, 64, 32, 16, *range(128, 15, -8), *range(128, 7, -1))
+        if part % n == 0
+    ]
     return others[-1], sizes[0] if part and sizes else min(length, 128)
 
 

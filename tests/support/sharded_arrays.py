@@ -15,7 +15,7 @@ SPECS = {
     "last": P(None, None, "b"),
     "uneven": P("b"),
 }
-# The last has groups of 40 rows, which are no whole tiles of a TPU.
+# The last has groups of 40 rows, several of which make a tile of a TPU.
 SHAPES = {
     "rows": (256, 384),
     "both": (256, 512),
