@@ -1,8 +1,8 @@
 """Mixed-precision training for any optax optimizer.
 
-What people call, in the order in which a newcomer meets it. Each group comes from one
+All public names, in a newcomer's order. Each group comes from one
 folder or module; open that one to read more. The classes of reports and states, for
-annotations and `isinstance`, are in the folders alone: `optax_mp.reports`,
+annotations and `isinstance`, are only in the folders: `optax_mp.reports`,
 `optax_mp.compact`, and `optax_mp.masters.Storage`.
 """
 

@@ -134,8 +134,8 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     info, wide_info = jnp.finfo(dtype), jnp.finfo(wide)
     x = lax.convert_element_type(x, wide)
     if info.nexp == wide_info.nexp:
-        # bfloat16. A clamp brings infinity to the largest number. Where nothing
-        # overflowed it is not used, since CPUs flush the smallest numbers in it to 0.
+        # bfloat16. A clamp brings infinity to the largest number. It is not used unless
+        # something overflowed, since CPUs flush the smallest numbers in it to 0.
         rounded = lax.reduce_precision(x, info.nexp, info.nmant)
         overflows = lax.ne(lax.is_finite(rounded), lax.is_finite(x))
         largest = np.array(info.max, wide)
@@ -170,7 +170,7 @@ def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     if _has_infinity(dtype):
         is_finite = lax.is_finite(x)
         is_above, is_below = is_above & is_finite, is_below & is_finite
-    # Not by a clamp, in which CPUs flush the smallest numbers to zero.
+    # Not by a clamp: CPUs flush the smallest numbers to zero.
     return lax.select(is_above, largest, lax.select(is_below, -largest, x))
 
 

@@ -45,7 +45,7 @@ def take_step(
     be any optimizer: its update is traced, and whatever is not elementwise, such as a
     global norm, is computed before the kernels. Outside of `jit`, within `vmap` or
     `grad`, and if the update has effects, such as `jax.debug.print`, there are no
-    kernels, and a warning says so. A step that a loss scale skips changes no bit of a
+    kernels, with a warning. A step that a loss scale skips changes no bit of a
     param, except that a NaN may become the dtype's usual NaN.
 
     A kernel is used in a program for one device, inside `jax.shard_map` over all axes

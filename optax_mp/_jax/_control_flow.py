@@ -1,9 +1,8 @@
 """Equations with jaxprs inside: which values go where, and how to bind them again.
 
 To follow values through a loop, a branch or a `jit`, one must know which input of the
-equation feeds which input of the jaxpr inside, and which output comes from which of its
-outputs: its `Wiring`. Only this module knows that. To support another primitive, add it
-to `WITH_REGIONS`.
+equation feeds which input of the jaxpr inside, and the same of outputs: its `Wiring`.
+Only this module knows that. To support another primitive, add it to `WITH_REGIONS`.
 
 The jaxprs inside an equation are called its regions, as in MLIR.
 """

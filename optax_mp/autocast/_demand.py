@@ -1,4 +1,4 @@
-"""What the readers of a value want: if all compute in float32, it stays float32.
+"""The wishes of a value's readers: if all compute in float32, it stays float32.
 
 In a softmax, an `exp` reads a difference and runs in float32. Rounding the difference
 to 16 bits would save nothing. Wants are found backwards, from the outputs of a jaxpr to
@@ -13,7 +13,7 @@ from optax_mp._jax._jaxpr import Equation, Jaxpr, cache_by_jaxpr, is_literal, op
 from optax_mp.autocast._lattice import takes_part
 from optax_mp.autocast._rules import Rule, Rules
 
-# Whether all readers of a value compute in float32; None if no reader cares.
+# True if all readers of a value compute in float32; None if no reader cares.
 Want = bool | None
 Wants = tuple[Want, ...]
 

@@ -182,7 +182,7 @@ class Interpreter:
             dtypes: these dtypes, in the same order.
 
         Returns:
-            What the function returns, and for each output whether it depends on the
+            The function's result, and for each output whether it depends on the
             last of `args`.
         """
         leaves, treedef = jax.tree.flatten(args)

@@ -66,8 +66,8 @@ _MOST_ROWS, _GOOD_ROWS, _FEWEST_ROWS = 128, 16, 8
 def choose_group(shape: tuple[int, ...], axis: int) -> int | None:
     """Return how many rows of an array have shifts in common; None for a single row.
 
-    2, 4 or 8 devices do not split a group, as `_size_along` does it for blocks. Where
-    that would take groups of fewer than 8 rows, they find shifts together.
+    2, 4 or 8 devices do not split a group, as `_size_along` does it for blocks. If that
+    would take groups of fewer than 8 rows, they find shifts together.
 
     Args:
         shape: of the array.

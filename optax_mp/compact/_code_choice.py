@@ -1,4 +1,4 @@
-"""Which arrays of a state are quantized, and with which codes.
+"""Which arrays of a state are quantized, and how.
 
 `low_bit_state` decides this at `init`, by tracing the optimizer's own `init` and
 `update`.

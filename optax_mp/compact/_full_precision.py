@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer's state must stay in full precision, or nearly so.
+"""Which arrays of an optimizer's state must stay in full precision, or nearly.
 
 Quantization changes every value a little at every step. In a moment the change fades,
 or makes one step a little longer or shorter. In three kinds of arrays it does more

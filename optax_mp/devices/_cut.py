@@ -1,4 +1,4 @@
-"""How an array is cut over mesh axes: along which dimensions, and over which axes."""
+"""How an array is cut over mesh axes: its dimensions and their axes."""
 
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ def specs_of_params(params: PyTree, param_specs: PyTree) -> list[PartitionSpec]:
 
 
 def known_spec(param: jax.Array) -> PartitionSpec | None:
-    """Return how a param is sharded, if the array or its type says so."""
+    """Return how a param is sharded, if the array or its type says it."""
     # A traced array has a spec only with explicit sharding.
     if not is_traced(param):
         return getattr(getattr(param, "sharding", None), "spec", None)

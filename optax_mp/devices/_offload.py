@@ -64,8 +64,8 @@ def offload(
       chooses between whole arrays in host memory.
     - Put the whole step into one `jax.jit`, and donate the params and the state:
       otherwise each step copies all of the state within host memory. The step must
-      return them in the order in which it takes them. JAX matches outputs with donated
-      inputs by shape and dtype alone, in order. With another order it may write an
+      return them in the order it takes them. JAX matches outputs with donated
+      inputs by shape and dtype, in order. With another order it may write an
       array of the device into host memory, and on CPUs the process then aborts.
     - If you pass `out_shardings` for the state, give them its `memory_kind`. Otherwise
       the state moves to the device; with a `SingleDeviceSharding` even without a

@@ -19,7 +19,7 @@ _CALLER = "state_shardings"
 def state_shardings(
     tx: optax.GradientTransformation, params: optax.Params, shardings: PyTree = None
 ) -> PyTree:
-    """Return how the state of `tx` should be sharded if the params are sharded so.
+    """Return how the state of `tx` should be sharded, by how the params are.
 
     Each array is sharded as its param is. So an update needs no communication, except
     for the optimizer's own rule, such as a global norm. Block scales are sharded like

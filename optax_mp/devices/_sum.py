@@ -40,13 +40,13 @@ def sum_gradients(
         grads: a tree of floating arrays.
         axis_name: the name of the mapped axis, or a tuple of names.
         exchange_dtype: in which gradients are sent: bfloat16, float16 or float32.
-        scatter: whether each device gets its part alone, as of `lax.psum_scatter`:
+        scatter: whether each device gets only its part, as of `lax.psum_scatter`:
             along the first dimension that the number of devices divides. Arrays
             without one, such as short biases, are returned whole.
 
     Returns:
-        The sums. With `scatter` they are float32, as added. Otherwise they are
-        gathered, for which they are rounded once more, and have `exchange_dtype`.
+        The sums. With `scatter` they are float32, as added. Otherwise they are rounded
+        once more, gathered, and have `exchange_dtype`.
 
     Raises:
         ValueError: if `exchange_dtype` is another dtype, if a leaf is not floating, or
@@ -73,7 +73,7 @@ def sum_gradients(
 
 
 def check_exchange_dtype(dtype: Any, caller: str) -> jnp.dtype:
-    """Return the dtype in which to send gradients, or raise."""
+    """Return the dtype to send gradients in, or raise."""
     dtype = floating_dtype(dtype, f"{caller}: `exchange_dtype`")
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(

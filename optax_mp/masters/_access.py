@@ -37,7 +37,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     every precision.
 
     Masters that `offload` keeps in host memory come back in device memory, all of them:
-    4 bytes per weight. Where that is too much, compute them on the host's CPU, from
+    4 bytes per weight. If that is too much, compute them on the host's CPU, from
     NumPy arrays: `with jax.default_device(jax.devices("cpu")[0]):
     master_params(*jax.device_get((opt_state, params)))`.
 

@@ -80,7 +80,7 @@ def check_layers(layers: Any, *, is_scaled: bool) -> None:
 
 
 def check_optimizer(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> None:
-    """Raise unless an optimizer steps a layer by this layer's gradient alone."""
+    """Raise unless an optimizer steps a layer by only this layer's gradient."""
     call = "release_gradients(loss, tx)(opt_state, layers, rest, ...)"
     check_state_first(opt_state, layers, CALLER, call)
     if getattr(tx, "offloaded", None):

@@ -127,7 +127,7 @@ class ReleasedLayers:
 
     Attributes:
         float_layers: the layers as floats, because the "gradients" of these arrays are
-            the arrays after the step, and JAX differentiates floats alone.
+            the arrays after the step, and JAX differentiates only floats.
         float_state: the state of their optimizer as floats; or zeros [layers, 2], in
             whose place `measure` returns its numbers.
         factor: what gradients are multiplied by, a float32 scalar; or None.

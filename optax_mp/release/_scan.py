@@ -34,7 +34,7 @@ def scan_layers(
     """Scan a block over stacked layers, as `jax.lax.scan` does.
 
     In the loss of `release_gradients`, the backward pass of this scan takes the
-    optimizer's step of each layer. With arrays alone in `xs` it is `jax.lax.scan`, so
+    optimizer's step of each layer. With only arrays in `xs` it is `jax.lax.scan`, so
     one loss serves training with and without gradient release, and evaluation.
 
     Args:
@@ -189,7 +189,7 @@ class _Loop:
         rest: Iterator[Any] = iter(saved)
         leaves = jax.tree.leaves(readable)
         needed = [next(rest) if i is None else leaves[i] for i in self.places]
-        # JAX wants a zero of a dtype of its own for what is not differentiated.
+        # JAX wants a zero of a special dtype for what is not differentiated.
         filled = jax.tree.map(
             lambda x, g: np.zeros(x.shape, jax.dtypes.float0) if g is None else g,
             self.like,
@@ -219,7 +219,7 @@ class _Loop:
         def body(loop_carry: Any, slices: Any) -> Any:
             after, totals, layers, states = loop_carry
             i, saved, others, of_outputs = slices
-            # Where gradients are only measured, no layers are carried.
+            # If gradients are only measured, no layers are carried.
             now = [y if x is None else x for x, y in zip(layers, old, strict=True)]
             weights, own_states = layer_at((now, states), i)
             used = list(map(ReleasedStack.in_rows, stacks, weights))

@@ -24,7 +24,7 @@ from optax_mp.trees._tree import PyTree, is_floating, spell
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 # The exponent of a float32 begins at this bit.
 _EXPONENT_BIT = 23
-# Where an octave begins, as a power of two; that of -127 holds float32's subnormals.
+# The first exponent of an octave; that of -127 holds float32's subnormals.
 _EXPONENTS = np.arange(-127, 128)
 _OCTAVES = 2.0**_EXPONENTS
 # Zero, the octaves, and infinity with NaN.
@@ -58,7 +58,7 @@ def _count(leaf: jax.Array, loss_scale: jax.Array | None = None) -> jax.Array:
 
 @dataclass(frozen=True)
 class FormatRange:
-    """What happens to values that are cast to a format, as shares of all values.
+    """Shares of values that overflow, underflow and the like in a format.
 
     Attributes:
         underflow: the share that is not 0 and becomes 0.

@@ -184,7 +184,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     Only shapes and dtypes are read. With trees from `jax.eval_shape` you can plan a
     model on a machine that could not hold it.
 
-    Arrays in host memory, as `offload` keeps them, have a column of their own. Trees
+    Arrays in host memory, as `offload` keeps them, have their own column. Trees
     from `jax.eval_shape` show the memory from JAX 0.12 on; before, only arrays and
     `jax.ShapeDtypeStruct` with a `NamedSharding` of that `memory_kind` do.
 
@@ -264,7 +264,7 @@ def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
         elif roles := [masters[start] for start in above if start in masters]:
             role = roles[-1]  # of the innermost, if one is in another's state
         elif param is None and not leaf.shape:
-            # Counts, loss scales and keys are too small for roles of their own.
+            # Counts, loss scales and keys are too small for their own roles.
             role = _REST
         else:
             role = _field(_before_param(coded or path, param))

@@ -16,7 +16,7 @@ from optax_mp.trees._states import Path, check_classes, find_states
 from optax_mp.trees._tree import PyTree, is_array
 from optax_mp.wrappers._arguments import check_opt_state, warn_unless_state
 
-# Fields in which optax's states, and ours, count the steps of an optimizer.
+# Fields of optax's states, and ours, that count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")
 # Fields of a loss scale that are logged by their names.
 _LOGGED = (
@@ -24,7 +24,7 @@ _LOGGED = (
     *("last_finite", "dropped_count"),
 )
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-# States whose counts start anew, or at 1.
+# States whose counts start again, or at 1.
 _OTHER_COUNTS = (optax.contrib.ReduceLROnPlateauState, optax.contrib.ScheduleFreeState)
 
 

@@ -108,7 +108,7 @@ class PrecisionProduct:
             in a branch that has fewer FLOPs than another counts 0.
         is_backward: whether it is in the backward pass.
         line: the line of your program that it comes from, such as `"model.py:12"`.
-        causes: if it is float32 or wider, what first made it so; two if both operands
+        causes: if it is float32 or wider, what first made it wide; two if both operands
             are float32 by themselves.
 
     Example:
@@ -317,7 +317,7 @@ def _first_of(
         source = min(sources, key=lambda cause: cause.order)
         is_meeting = implicit or any(map(_has_narrow, equation.invars))
         return replace(source, line=line, rank=rank) if is_meeting else source
-    # Where an operand is passed on as it is, it is still on its way.
+    # An operand that is passed on as it is is still under way.
     if implicit[0].kind == _PROMOTION and equation.primitive.name not in REPEATS:
         return replace(implicit[0], kind="cast")  # Nothing else asked for it.
     return implicit[0]

@@ -108,7 +108,7 @@ def step_report(
     are arguments of the function that `jit` compiles.
 
     At its first use on a device, each kernel is compared with XLA, bit by bit; if they
-    differ, XLA computes. Where there is no such device, or was no step yet, the report
+    differ, XLA computes. Without such a device, or before the first step, the report
     says "not proved here". It cannot know the compiler's limits: TPU v2 and v3 have no
     kernels, nor have programs of `jax.export` and steps under `vmap`.
 

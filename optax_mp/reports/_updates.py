@@ -84,8 +84,8 @@ def update_report(
     stall like this, as `optax.apply_updates` adds and rounds. Updates that are exactly
     0 are counted apart.
 
-    - Plain 16-bit training: pass the params and the updates of the optimizer. What
-      stalls is lost.
+    - Plain 16-bit training: pass the params and the updates of the optimizer. Stalled
+      steps are lost.
     - float32 training: add `dtype=jnp.bfloat16` to see what 16-bit params would lose.
     - `mixed_precision`: its updates are differences of rounded params, so each of them
       is 0 or moves its param, and masters keep the rest. To see what the masters save,

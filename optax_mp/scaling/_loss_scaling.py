@@ -66,7 +66,7 @@ def dynamic_loss_scale(
     Without `inner` this is a link for `optax.chain`, which is weaker: in a skipped step
     it can only hand on zeros. A `mixed_precision` after it recognises them (they are
     negative zeros) and skips the step as well. Any other optimizer takes a step with
-    zero gradients, in which moments decay and counts go on. Under `shard_map` with
+    zero gradients: moments decay and counts go on. Under `shard_map` with
     sharded params pass `inner`: no rank sees the gradients of the others.
 
     If gradients lack micro-batches that `gradient_accumulator` dropped, pass
@@ -82,14 +82,14 @@ def dynamic_loss_scale(
     Args:
         inner: the optimizer; None for a link in a chain.
         init_scale: the scale to start from.
-        growth_interval: finite steps in a row after which the scale grows.
-        growth_factor: the factor by which it grows, greater than 1.
-        backoff_factor: the factor by which it shrinks, less than 1.
+        growth_interval: finite steps in a row until the scale grows.
+        growth_factor: multiplies the scale when it grows; greater than 1.
+        backoff_factor: multiplies it when it shrinks; less than 1.
         min_scale: its lower bound; may be less than 1.
         max_scale: its upper bound; growth that would pass it does not happen.
         hysteresis: overflows until the scale shrinks; from then on it shrinks at each.
             Refilled when growth is due, as in Megatron-LM, not by every finite step.
-        axis_name: the mapped axes over which ranks must agree, under `shard_map` or
+        axis_name: the mapped axes of ranks that must agree, under `shard_map` or
             `pmap`. Under plain `jit` sharded gradients need nothing.
 
     Returns:
@@ -148,7 +148,7 @@ def static_loss_scale(
     Args:
         inner: the optimizer; None for a link in a chain.
         scale: the loss scale.
-        axis_name: the mapped axes over which ranks must agree.
+        axis_name: the mapped axes of ranks that must agree.
 
     Returns:
         The transformation.
@@ -284,7 +284,7 @@ def _after_step(
     complete = finite = bad_index == ALL_FINITE
     dropped_count = state.dropped_count
     if minus_dropped is not None:
-        # Some may be bad data. Where all of them are bad, the gradients are NaN.
+        # Some may be bad data. If all of them are bad, the gradients are NaN.
         complete = finite & (minus_dropped == 0)
         dropped_count = dropped_count - minus_dropped
     # The scale is not to blame for a loss that is not finite.

@@ -71,9 +71,9 @@ class ScaleRule(NamedTuple):
     """The settings of a dynamic loss scale, already checked.
 
     Attributes:
-        growth_interval: finite steps in a row after which the scale grows.
-        growth_factor: the factor by which it grows.
-        backoff_factor: the factor by which it shrinks.
+        growth_interval: finite steps in a row until the scale grows.
+        growth_factor: multiplies the scale when it grows.
+        backoff_factor: multiplies it when it shrinks.
         min_scale: its lower bound.
         max_scale: its upper bound; growth that would pass it does not happen.
         hysteresis: overflows until the scale shrinks; from then on it shrinks at each.
@@ -134,7 +134,7 @@ def adjust(
     is_stuck = shrinks & (shrunk < jnp.float32(rule.min_scale))
     hysteresis_left = jnp.where(is_stuck, -1, hysteresis_left)
     scale = jnp.where(grows, grown, jnp.where(shrinks, shrunk, scale))
-    # The bound keeps the scale from reaching 0, from which no growth leads back. Above
+    # The bound keeps the scale from reaching 0, where no growth helps. Above
     # `max_scale` it is only if a run goes on with other settings.
     scale = jnp.clip(scale, jnp.float32(rule.min_scale), jnp.float32(rule.max_scale))
     # Refilled also where the scale has no room to grow: a run at `max_scale` would

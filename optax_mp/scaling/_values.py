@@ -112,8 +112,8 @@ class DynamicLossScale(_LossScale):
     Attributes:
         loss_scale: the factor, a float32 scalar.
         counter: finite steps in a row, an int32 scalar.
-        period: finite steps in a row after which it grows.
-        factor: the factor by which it grows and shrinks.
+        period: finite steps in a row until it grows.
+        factor: multiplies it when it grows, divides it when it shrinks.
         min_loss_scale: its lower bound; may be less than 1.
 
     Raises:

@@ -144,8 +144,8 @@ def plain_trees(opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
 def plain(tree: PyTree, optimizer: Any = None) -> PyTree:
     """Return a state, params, gradients or updates without NNX's boxes.
 
-    Of an `nnx.Optimizer` that is its `opt_state`: it keeps each array there in a
-    Variable of its own, but shows arrays to optax. Of an `nnx.Module` it is the params
+    Of an `nnx.Optimizer` that is its `opt_state`: it keeps each array there in its own
+    Variable, but shows arrays to optax. Of an `nnx.Module` it is the params
     that the optimizer trains, or the `nnx.Param`s if that is no `nnx.Optimizer`.
     """
     nnx = sys.modules.get("flax.nnx")

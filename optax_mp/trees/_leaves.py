@@ -1,6 +1,6 @@
 """The leaves of a tree with their paths, and other trees matched to it leaf by leaf.
 
-Where the tree has boxes (see `_boxes.py`), a leaf is matched with its box.
+If the tree has boxes (see `_boxes.py`), a leaf is matched with its box.
 """
 
 from collections.abc import Iterable
@@ -61,7 +61,7 @@ def contents_of(tree: PyTree, like: PyTree) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class Leaves:
-    """The leaves of one tree, to which other trees are matched.
+    """The leaves of one tree, which other trees are matched to.
 
     Attributes:
         caller: the public function that the user called, for error messages.
@@ -85,7 +85,7 @@ class Leaves:
         paths_and_leaves, treedef = tree_flatten_with_path(tree)
         paths = [path for path, _ in paths_and_leaves]
         values = [as_array(leaf) for _, leaf in paths_and_leaves]
-        # Leaves that dicts and sequences alone hold are in no box.
+        # Leaves that only dicts and sequences hold are in no box.
         if _PLAIN_KEYS.issuperset([type(path[-1]) for path in paths if path]):
             return cls(caller, name, paths, values, values, treedef)
         return cls(caller, name, paths, values, *flatten_slots(tree))
@@ -147,7 +147,7 @@ class Leaves:
     def unflatten(self, values: Iterable[Any]) -> PyTree:
         """Return a tree of this structure; a `MaskedNode` takes the place of its box.
 
-        For a value of several arrays, each is put into a box of its own.
+        For a value of several arrays, each gets its own box.
         """
         if self.has_boxes:
             values = map(_close, self.slots, values)

@@ -15,7 +15,7 @@ from optax_mp.trees._tree import PyTree, ends_in
 Path = tuple[Any, ...]
 Kind = type | tuple[type, ...]
 
-# Fields of states of this package, by which they are known without their class.
+# Fields that tell states of this package without their class.
 _OWN_FIELDS = (
     frozenset({"master_params", "inner_state"}),
     frozenset({"average", "step_count", "inner_state"}),
@@ -146,7 +146,7 @@ def _may_belong(content: Any, slot: Any) -> bool:
         return True
     if shape and all(ends_in(x, shape) for x in leaves):
         return True
-    # One level of arrays. Not scalars alone: the state of a link of a named chain, say,
+    # One level of arrays. Not only scalars: the state of a link of a named chain, say,
     # whose name happens to be a param's.
     is_flat = all(_is_leaf_or_box(child) for _, child in one_level(content))
     is_flat = is_flat and not holds_state(content)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _Typed(type):
-    """The type of the subclasses, by which pickle knows them."""
+    """The type of the subclasses, for pickle."""
 
     made_from: tuple[type, str, Hashable]
 

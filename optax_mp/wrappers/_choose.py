@@ -36,7 +36,7 @@ def choose_step(
 ) -> tuple[Any, Any]:
     """Return the result of `step`; if not `proceed`, negative zeros and the old state.
 
-    Results can differ from the step alone by rounding, because XLA may fuse
+    Results can differ from the bare step by rounding, because XLA may fuse
     the operations differently.
     """
     if proceed is True:
@@ -67,8 +67,8 @@ def choose_step(
 def _choose_where_computed(closed: Any, at: int) -> Any:
     """Return a jaxpr with its choices moved to where values are computed.
 
-    A choice is a `select_n` by the input `at`, or by what is made of that alone,
-    between another input and a value that is chosen once. All later equations read the
+    A choice is a `select_n` by the input `at`, or by what is made of only that, between
+    another input and a value that is chosen once. All later equations read the
     chosen value.
     """
     # Variables by `id`, since not every literal among the inputs has a hash.

@@ -193,7 +193,7 @@ def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
 def warn_of_gradients(params: Leaves, grads: Sequence[Any]) -> None:
     """Warn if a floating param has None as its gradient, or a gradient is float16.
 
-    Some rules leave a param without a gradient alone, and `equinox.apply_updates` takes
+    Some rules skip a param without a gradient, and `equinox.apply_updates` takes
     None as its update. Others, and `optax.apply_updates`, fail. A float16 gradient was
     not unscaled in float32 by a loss scale.
     """
