@@ -19,7 +19,7 @@ import optax_mp
 ocp = pytest.importorskip("orbax.checkpoint")
 
 # By default the one with the most parts.
-OFTEN = "scaled 5.1 bytes"
+OFTEN = "scaled average"
 every_form = mostly_slow("name", [*UNSCALED, OFTEN], lambda name: name == OFTEN)
 
 

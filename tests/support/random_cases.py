@@ -6,6 +6,7 @@ seed; `run(seed)` repeats one.
 """
 
 import dataclasses
+import math
 import pickle
 import sys
 import traceback
@@ -25,6 +26,20 @@ import optax_mp
 
 STEPS, VALUES = 3, 512
 SHAPES = ((), (4,), (0,), (3, 0), (1,), (2, 3), (2, 3, 4), (64, 128))
+# As models have them, or a part of it where the whole would fill the memory.
+OF_MODELS = {
+    "GPT-2": (768, 192),
+    "GPT-2 XL": (1600, 64),
+    "Llama, a head of each layer": (4, 128, 128),
+    "Gemma, attention in Flax": (256, 8, 64),
+    "BERT, positions": (512, 96),
+    "ViT-Ti": (192, 192),
+    "ViT-B, a norm": (768,),
+    "ResNet-50, first": (7, 7, 3, 64),
+    "ResNet-50, a block": (3, 3, 64, 64),
+    "ResNet-50, last": (1000, 64),
+    "gpt-oss": (2880, 64),
+}
 # Their own limits: line searches that compare gradients, and updates of two kinds.
 LEFT_OUT = (*PER_EXAMPLE, "lbfgs")
 INSIDE = {
@@ -64,6 +79,7 @@ class Case:
         def pick(*xs):
             return xs[rng.integers(len(xs))]
 
+        self.is_model = self.seed % 2 == 1
         self.x64 = rng.random() < 0.15
         self.name = pick(*[x for x in OPTIMIZERS if x not in LEFT_OUT])
         self.inside = pick(*INSIDE, "bare", "8 bits")
@@ -85,7 +101,8 @@ class Case:
         dtypes = [*low, "float32"] + ["float64"] * self.x64
         if self.box == "none" and self.name != "sam":
             dtypes += ["int32", "None"]
-        shapes = [x for x in SHAPES if x or self.name not in NO_SCALARS]
+        shapes = [*OF_MODELS.values()] if self.is_model else SHAPES
+        shapes = [x for x in shapes if x or self.name not in NO_SCALARS]
         count = int(rng.integers(1, 5))
         self.leaves = [(pick(*dtypes), pick(*shapes)) for _ in range(count)]
         self.leaves[0] = (pick(*low), self.leaves[0][1])
@@ -164,8 +181,14 @@ def is_floating(x):
 
 
 def run(seed, values=VALUES):
-    """Check one structure on many values, as members of a `vmap`; return how many."""
+    """Check one structure on many values, as members of a `vmap`; return how many.
+
+    Of a model, as many as memory takes.
+    """
     case = Case(seed)
+    if case.is_model:
+        size = max(math.prod(shape) for _, shape in case.leaves)
+        values = min(values, max(6, 2**20 // size))
     jax.config.update("jax_enable_x64", bool(case.x64))
     inner, _, tx = case.transformation()
     params = case.arrays(0)

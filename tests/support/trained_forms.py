@@ -42,6 +42,7 @@ UNSCALED = {
     "float8": masters(adamw, update_dtype="params"),
     "own storage": masters(adamw, storage=TwoBfloat16()),
 }
+UNSCALED["average"] = optax_mp.with_average(UNSCALED["5.1 bytes"], 0.5, every=2)
 SCALED = {
     f"scaled {name}": optax_mp.dynamic_loss_scale(tx, init_scale=8.0, growth_interval=3)
     for name, tx in UNSCALED.items()
