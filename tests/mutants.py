@@ -54,6 +54,7 @@ engine/_evaluator.py | return (x << unused) >> unused | return x | engine/test_k
 engine/_chunks.py | return column + start + part.origin[axis] | return column + start | engine/test_chunks.py engine/test_take_step.py
 engine/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if name | engine/test_take_step.py engine/test_sharded.py
 engine/_layout.py | or own[x] % size == 0 for | or own[x] > 0 for | engine/test_sharded.py
+engine/_tpu.py | jnp.broadcast_to(scales[i : i + 1], shape) | jnp.broadcast_to(scales[:1], shape) | engine/test_take_step.py
 engine/_tails.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py engine/test_take_step.py
 engine/_tails.py | if not (x.aval.ndim and | if not ( | engine/test_take_step.py
 engine/_tailwise.py | shardings, platforms=("tpu",)) | shardings) | engine/test_take_step.py
@@ -77,6 +78,7 @@ compact/_random_numbers.py | keys * jnp.uint32(31) + part | keys + part | compac
 compact/_random_numbers.py | return lax.select(is_rounded, rounded, x) | return rounded | compact/test_random_rounding.py compact/test_stochastic.py
 compact/_code_choice.py | _without(large, depending_outputs(init.closed)) | large | compact/test_low_bit.py compact/test_full_precision.py
 compact/_signs.py | bounds=x.bounds if factor.is_fraction else frozenset(), | bounds=x.bounds, | compact/test_signs.py
+compact/_blocks.py | (n >= _GOOD_ROWS and n % 8 == 0, n) | n | compact/test_blocks.py
 compact/_accumulator.py | return sums, kept_count + finite, | return sums, kept_count + 1, | compact/test_accumulator.py
 compact/_stochastic.py | rounding_keys(len(wide), seed, state.step_count) | rounding_keys(len(wide), seed, 0) | compact/test_stochastic.py
 masters/_split.py | np.int32((1 << shift) // 2) | np.int32(0) | masters/test_split.py
