@@ -60,20 +60,20 @@ ABOUT = {
     "accelerators": "about 40 min",
     "amp": "about 4 min",
     "collectives": "about 5 min",
-    "composition": "about 20 min",
     "convergence": "about 90 min",
     "demo": "about 30 min",
     "evidence": "20 s",
+    "fingerprints": "10 s",
     "finetune": "about 60 min",
     "host_memory": "about 15 min",
     "language": "about 2 h",
-    "libraries": "about 10 min",
     "on_device": "up to 9 min",
     "optimizer_step": "about 10 min",
     "training_step": "30 min each",
     "walk": "10 s",
 }
 NOT_FINITE = "NaN"
+HEAD = "date", "machine", "versions", "command", "seconds", "fingerprints"
 # For plots; too long for a table.
 NOT_SHOWN = ("losses", "curve")
 
@@ -89,6 +89,7 @@ class Record:
         command: what to type for the same again.
         tables: rows by the title of their table.
         seconds: how long the run took; None in older files.
+        fingerprints: of the forms that tables name; None in older files.
     """
 
     date: str
@@ -97,6 +98,7 @@ class Record:
     command: str
     tables: Tables
     seconds: float | None = None
+    fingerprints: dict[str, str] | None = None
 
     @property
     def script(self) -> str:
@@ -147,8 +149,8 @@ def write(path: Path, record: Record) -> None:
     )
     head = "".join(
         f" {in_json(name)}: {in_json(getattr(record, name))},\n"
-        for name in ("date", "machine", "versions", "command", "seconds")
-        if getattr(record, name) is not None
+        for name in HEAD
+        if getattr(record, name) not in (None, {})
     )
     text = f'{{\n{head} "tables": {{\n{tables}\n }}\n}}\n'
     path.write_text(text, encoding="utf-8")
@@ -189,7 +191,11 @@ def finish(
     versions = {name: metadata.version(name) for name in packages} | commit()
     date = time.strftime("%Y-%m-%d")
     seconds = time.monotonic() - BEGAN
-    write(path, Record(date, machine, versions, this_command(), tables, seconds))
+    import fingerprints as forms  # which imports JAX
+
+    now = forms.fingerprints()
+    made = {name: now[name] for name in forms.forms_in(tables)}
+    write(path, Record(date, machine, versions, this_command(), tables, seconds, made))
 
 
 def commit() -> dict[str, str]:

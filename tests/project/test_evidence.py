@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from benchmark_rows import BENCHMARKS, FOLDERS
 
+import optax_mp
+
 HERE = Path(__file__).parents[2]
 PAGE = HERE / "docs" / "evidence.md"
 # What goes into an experiment, and does not come out of it: settings, sizes, limits; a
@@ -50,6 +52,28 @@ def test_the_page_is_what_the_results_say(script):
         "docs/evidence.md is not what the results say; run "
         "`python benchmarks evidence`, and edit benchmarks/page/evidence.md."
     )
+
+
+def test_results_are_of_this_program(script, monkeypatch):
+    """Or are known to be of an earlier one, which their pages then say."""
+    fingerprints, records = script("fingerprints"), script("record").read_all()
+    stale = fingerprints.stale(records)
+    new = {x: how for x, how in stale.items() if x not in fingerprints.OLDER}
+    assert not new, f"results are of an earlier program: {new}"
+    assert fingerprints.OLDER == stale.keys(), "some of `OLDER` are made anew"
+    # Another state, or another default, is another program.
+    assert "demo" not in stale
+    demo = {"demo": records["demo"]}
+    assert not fingerprints.stale(demo)
+    with monkeypatch.context() as patch:
+        patch.setitem(fingerprints.MODEL, "norm", fingerprints.MODEL["count"])
+        fingerprints.fingerprints.cache_clear()
+        assert "masters, Split" in fingerprints.stale(demo)["demo"]
+    defaults = optax_mp.low_bit_state.__kwdefaults__ | {"block_size": 64}
+    monkeypatch.setattr(optax_mp.low_bit_state, "__kwdefaults__", defaults)
+    fingerprints.fingerprints.cache_clear()
+    assert fingerprints.stale(demo)["demo"].startswith("low-bit state changed; `python")
+    fingerprints.fingerprints.cache_clear()
 
 
 def test_the_figures_of_the_readme_are_what_the_results_say(script):

@@ -1,0 +1,156 @@
+"""Of which program results are: fingerprints of what they measured.
+
+    python benchmarks fingerprints    # files of an earlier program, and their commands
+
+A fingerprint is a hash of the state that a form makes for a small model with boxes: the
+path, dtype and shape of each array; and of the default arguments of its functions. A
+result holds those of the forms that its tables name.
+"""
+
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import record
+
+import optax_mp
+
+ADAMW = optax.adamw(1e-3)
+# The form, the words of tables that mean it, its functions, and an optimizer.
+FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "masters": (
+        "masters|FullCopy|mixed_precision|5.1 bytes|compact",
+        "mixed_precision FullCopy take_step",
+        lambda mp: mp.mixed_precision(ADAMW),
+    ),
+    "Split": (
+        "Split|5.1 bytes|compact",
+        "mixed_precision Split take_step",
+        lambda mp: mp.mixed_precision(ADAMW, storage=mp.Split(8)),
+    ),
+    "low-bit state": (
+        "8-bit (state|moments)|16-bit moments|[45].1 bytes|compact|low_bit_state",
+        "low_bit_state take_step",
+        lambda mp: mp.low_bit_state(ADAMW),
+    ),
+    "stochastic rounding": (
+        "stochastic rounding|4.1 bytes",
+        "stochastic_rounding take_step",
+        lambda mp: mp.stochastic_rounding(ADAMW),
+    ),
+    "loss scale": (
+        "loss scale|^link|^f16|float16 with",
+        "dynamic_loss_scale",
+        lambda mp: mp.dynamic_loss_scale(ADAMW),
+    ),
+    "average": (
+        "average",
+        "with_average",
+        lambda mp: mp.with_average(ADAMW, 0.999),
+    ),
+    "amp": ("^amp\\b", "amp", lambda mp: ADAMW),
+    "release": ("release$", "release_gradients scan_layers", lambda mp: ADAMW),
+    "offload": ("offload", "offload", lambda mp: ADAMW),
+}
+# Results of an earlier program, to be made anew on a machine that has the hours. The
+# pages say of each what changed since.
+OLDER = set(
+    """ablations accelerators accelerators_newest accelerators_stacked amp
+    collectives collectives_gpu collectives_tpu comparisons convergence demo_full
+    demo_rates failures finetune host_memory host_memory_jax012 host_memory_newer
+    language optimizer_step training_step training_step_amp_tpu
+    training_step_large training_step_medium training_step_micro
+    training_step_release training_step_release_sharded training_step_release_tpu
+    training_step_remat training_step_sharded training_step_sharded_tpu
+    training_step_sums training_step_tpu training_step_uneven
+    training_step_unrolled training_step_unrolled_tpu""".split()
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Box:
+    """A param as frameworks keep them."""
+
+    value: Any
+
+
+MODEL = {
+    "embedding": Box(jax.ShapeDtypeStruct((1600, 64), jnp.bfloat16)),
+    "layers": [Box(jax.ShapeDtypeStruct((3, 192, 96), jnp.bfloat16))],
+    "norm": jax.ShapeDtypeStruct((96,), jnp.float32),
+    "count": jax.ShapeDtypeStruct((), jnp.int32),
+}
+
+
+@functools.cache
+def fingerprints(package: Any = optax_mp) -> dict[str, str]:
+    """Return the fingerprints of all forms that the package has."""
+    made = {}
+    for name in FORMS:
+        _, functions, make = FORMS[name]
+        if all(hasattr(package, x) for x in functions.split()):
+            state = jax.eval_shape(make(package).init, MODEL)
+            facts = [
+                f"{jax.tree_util.keystr(path)} {x.dtype.name} {x.shape}"
+                for path, x in jax.tree_util.tree_leaves_with_path(state)
+            ]
+            for function in functions.split():
+                parameters = inspect.signature(getattr(package, function)).parameters
+                facts += [
+                    f"{x.name} {in_words(x.default)}" for x in parameters.values()
+                ]
+            text = "\n".join(facts).encode()
+            made[name] = hashlib.sha256(text).hexdigest()[:10]
+    return made
+
+
+def in_words(default: Any) -> str:
+    """Return a default argument, the same with each version of JAX."""
+    return getattr(default, "__name__", None) or repr(default)
+
+
+def forms_in(tables: record.Tables) -> list[str]:
+    """Return the forms that tables name, in a title, a column or a cell."""
+    words = {*tables, *(key for rows in tables.values() for row in rows for key in row)}
+    rows = [row for rows in tables.values() for row in rows]
+    words |= {x for row in rows for x in row.values() if isinstance(x, str)}
+    return [
+        name
+        for name, (pattern, *_) in FORMS.items()
+        if any(re.search(pattern, word) for word in words)
+    ]
+
+
+def changed(found: record.Record) -> list[str]:
+    """Return the forms of a result that are not those of the package."""
+    now, before = fingerprints(), found.fingerprints or {}
+    return [x for x in forms_in(found.tables) if before.get(x) != now.get(x)]
+
+
+def stale(records: Mapping[str, record.Record]) -> dict[str, str]:
+    """Return the results of an earlier program, and in words how to renew each."""
+    times = record.run_times()
+    return {
+        name: f"{', '.join(forms)} changed; `{found.command} --json FILE`, "
+        f"{times.get(found.script, 'time not known')}"
+        for name, found in records.items()
+        if (forms := changed(found))
+    }
+
+
+def main() -> None:
+    """Print the results of an earlier program."""
+    for name, how in stale(record.read_all()).items():
+        print(f"{name}: {how}")
+
+
+if __name__ == "__main__":
+    main()
