@@ -13,7 +13,7 @@ import pytest
 import optax_mp
 
 ROOT = Path(__file__).parents[1]
-# The blocks of docs/porting.md run in test_porting.py, which also looks at what they do.
+# The blocks of docs/porting run in test_porting.py, which also looks at what they do.
 PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md"]
 PAGES += sorted((ROOT / "docs" / "guide").glob("*.md"))
 BLOCKS = [

@@ -112,6 +112,22 @@ def test_a_state_answers_for_the_fields_of_the_state_in_it():
         assert len(optax.tree.get_all_with_path(state, "mini_step")) == 1
 
 
+def test_the_end_of_an_accumulation_is_seen_through_all_wrappers():
+    accumulated = optax.MultiSteps(optax.adam(1e-2), 2)
+    tx = optax_mp.with_average(
+        optax_mp.dynamic_loss_scale(
+            optax_mp.mixed_precision(optax_mp.low_bit_state(accumulated))
+        ),
+        decay=0.9,
+    )
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    state, update, seen = tx.init(params), jax.jit(tx.update), []
+    for _ in range(4):
+        _, state = update(params, state, params)
+        seen.append(bool(accumulated.has_updated(state)))
+    assert seen == [False, True, False, True]
+
+
 @mostly_slow("form", ["FullCopy", "5.1 bytes"], lambda form: form == "FullCopy")
 def test_only_adapters_have_a_state(form):
     """As in Tunix: a float32 model with LoRA, of which the optimizer sees a part."""
