@@ -168,3 +168,19 @@ def test_a_line_search_goes_on_from_its_results_at_masters():
     assert names["line_search_step"]._cache_size() == 1
     masters = optax_mp.master_params(names["opt_state"], names["params"])
     assert float(names["loss"](masters)) < 1e-4
+
+
+def test_merged_adapters_compute_what_they_did_and_start_again():
+    names = names_of("adapters.md", "merge")
+    model, optimizer, x = names["model"], names["optimizer"], names["x"]
+    names["step"](model, optimizer, x, names["y"])
+    before, adapter = model(x), model.hidden.lora_a[...]
+    assert model.hidden.lora_b[...].any()
+    names["merge"](model, optimizer, nnx.Rngs(9))
+    np.testing.assert_allclose(*map(np.float32, (model(x), before)), atol=0.05)
+    assert not model.hidden.lora_b[...].any()
+    assert (model.hidden.lora_a[...] != adapter).any()
+    state = nnx.as_pure(optimizer.opt_state)
+    assert optax.tree.get(state, "count") == 121
+    for name in ("mu", "nu"):
+        assert not any(x.any() for x in jax.tree.leaves(optax.tree.get(state, name)))
