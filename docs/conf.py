@@ -10,6 +10,7 @@ import runpy
 import shutil
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 from docutils import nodes
@@ -50,9 +51,22 @@ nb_execution_mode = "off"
 html_theme = "sphinx_book_theme"
 html_title = f"optax_mp {release}"
 html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+# Known once `[project.urls]` is filled in: buttons to the source, and to run notebooks.
+repository = tomllib.loads((HERE.parent / "pyproject.toml").read_text("utf-8"))
+repository = repository["project"]["urls"]["Repository"]
+if repository.startswith("https://github.com/"):
+    html_theme_options |= {
+        "repository_url": repository,
+        "repository_branch": "main",
+        "use_repository_button": True,
+        "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+    }
 html_show_sourcelink = False
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+
+# For `-b linkcheck`, which needs a network. Lines of code are no anchors there.
+linkcheck_anchors_ignore_for_url = [r"https://github\.com/"]
 
 
 def _copy_notebooks() -> None:

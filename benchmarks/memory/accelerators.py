@@ -6,7 +6,7 @@
 
 The time of an optimizer's step on a TPU or GPU is the bytes that it moves over the
 memory's bandwidth. XLA compiles for hardware that is not there and says how many those
-are: `pip install 'optax_mp[accelerators]'`. Nothing here is run, and nothing is timed.
+are: `pip install --group accelerators`. Nothing here is run, and nothing is timed.
 
 "limit" counts each array of the step once where it is read and once where it is
 written. "temporaries" is memory beside params, state and gradients. Both are bytes per

@@ -5,7 +5,7 @@
     python benchmarks host_memory --json FILE
 
 XLA says of a compiled program what it holds in the memory of the host and of the
-device: `pip install 'optax_mp[accelerators]'`. Nothing is run, and nothing is timed.
+device: `pip install --group accelerators`. Nothing is run, and nothing is timed.
 
 "state on the host" and "overwritten there" are bytes per weight; so is "device holds",
 which is params, gradients and small state. Temporaries are MiB; "two chunks and an

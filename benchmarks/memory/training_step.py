@@ -8,7 +8,7 @@
 
 A decoder whose layers are stacked and scanned, with float32 norms; the step is forward,
 backward, clipping by the global norm, AdamW with a decay mask and a schedule. Nothing
-is run: `pip install 'optax_mp[accelerators]'` brings the compilers. On eight devices
+is run: `pip install --group accelerators` brings the compilers. On eight devices
 params, state and batch are sharded: FSDP by rows or columns, or by rows with tensor
 parallelism of two by columns. With `--unrolled`, layers are a list and have biases, as
 GPT-2's: 291 leaves at 24 layers. With `--micro 4`, a scan sums the gradients of four

@@ -4,8 +4,8 @@
     python benchmarks comparisons --json FILE         # also the tables as data
     python benchmarks comparisons --only "loss scale"
 
-It wants `pip install -e '.[comparisons]'`. A library that is not installed is left out,
-with a note. All runs are on a CPU. Times are not compared: the threads of two
+It wants `pip install -e . --group comparisons`. A library that is not installed is
+left out, with a note. All runs are on a CPU. Times are not compared: the threads of two
 frameworks in one process slow each other down.
 
 - Loss scales: each library sees the same random steps, finite or not, in 20 runs. The

@@ -1,6 +1,6 @@
 """What steps compiled for a TPU and a GPU that are not here move and need.
 
-With the extra `accelerators`, whose packages compile for both.
+With the group `accelerators`, whose packages compile for both.
 """
 
 import functools

@@ -173,9 +173,7 @@ def test_the_site_is_built_as_by_ci():
 
 
 def test_hooks_use_the_ruff_of_the_project():
-    (ruff,) = [
-        x for x in PROJECT["project"]["optional-dependencies"]["lint"] if "ruff" in x
-    ]
+    (ruff,) = [x for x in PROJECT["dependency-groups"]["lint"] if "ruff" in x]
     hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     assert set(re.findall(r"ruff==[\d.]+", hooks)) == {ruff}
 
