@@ -1,6 +1,8 @@
 """Reports: tables in plain text, as they print, and in HTML, as notebooks show them."""
 
 import importlib
+import re
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ class Table(NamedTuple):
     Attributes:
         rows: the cells of each row, the titles first.
         left: how many columns are flush left.
-        long: the column whose cells lose their beginning where the text is too long.
+        long: the column whose cells are shortened where the text is too long.
         width: the most that they may take; None for what the others leave of a line.
     """
 
@@ -88,15 +90,33 @@ def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def shorten(texts: Sequence[str], width: int) -> list[str]:
-    """Return the ends of texts that are longer than `width`, or than they must be.
+    """Return texts, with dots where they are longer than `width`, or than they must be.
 
-    No two texts become alike.
+    Of a path, the keys that most texts have in the same place go first, so that the
+    keys that tell them apart stay. No two texts become alike.
     """
+    keys = [re.findall(r"\[[^\]]*\][^\[]*|[^\[]+", text) for text in texts]
+    shared = Counter(place for each in keys for place in enumerate(each))
     while True:
-        cut = [x if len(x) <= width else "..." + x[3 - width :] for x in texts]
+        cut = [_shorten_path(each, width, shared) for each in keys]
         if len(set(cut)) == len(set(texts)):
             return cut
         width += 1
+
+
+def _shorten_path(
+    keys: Sequence[str], width: int, shared: Counter[tuple[int, str]]
+) -> str:
+    """Return a path without the keys that most others share, but for the last."""
+    kept: dict[int, str] = dict(enumerate(keys))
+    for place in sorted(range(len(keys) - 1), key=lambda i: -shared[i, keys[i]]):
+        if len(text := "".join(kept.values())) <= width:
+            return text
+        kept[place] = "" if kept.get(place - 1) in ("", "...") else "..."
+        if kept.get(place + 1) == "...":
+            kept[place + 1] = ""
+    text = "".join(kept.values())
+    return text if len(text) <= width else "..." + text[3 - width :]
 
 
 def format_bytes(count: int) -> str:

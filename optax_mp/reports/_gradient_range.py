@@ -102,7 +102,9 @@ class GradientRangeReport(LeafCounts):
         (("['b']", "['w']"), 0.25, 262144.0)
     """
 
-    _legend = "% of values; for each format: underflow / subnormal / overflow"
+    _legend = (
+        "% of values; those that underflow (u), become subnormal (s), overflow (o)"
+    )
     _columns = ("values", *(name.removeprefix("float8_") for name in FORMATS))
 
     def in_format(
@@ -167,8 +169,16 @@ class GradientRangeReport(LeafCounts):
         return ax
 
     def _cells(self, path: str | None) -> list[str]:
-        shares = [self.in_format(name, path) for name in FORMATS]
-        return ["/".join(map(percent, dataclasses.astuple(x))) for x in shares]
+        ranges = [dataclasses.astuple(self.in_format(name, path)) for name in FORMATS]
+        words = [
+            [
+                f"{percent(x)}{letter}"
+                for x, letter in zip(each, "uso", strict=True)
+                if x
+            ]
+            for each in ranges
+        ]
+        return [" ".join(each) or "0" for each in words]
 
     def _conclusions(self) -> list[str]:
         if math.isnan(self.best_loss_scale()):
@@ -238,9 +248,9 @@ def gradient_range_report(
         >>> for number in range(3):
         ...     w, report = step(number, w, report)
         >>> print(report)
-        % of values; for each format: underflow / subnormal / overflow
-                          values  inf, NaN  0  bfloat16  float16   e4m3fn      e5m2
-        (the whole tree)   1,000         0  0     0/0/0  57/28/0  100/0/0  77/7.9/0
+        % of values; those that underflow (u), become subnormal (s), overflow (o)
+                          values  inf, NaN  0  bfloat16  float16  e4m3fn      e5m2
+        (the whole tree)   1,000         0  0         0  57u 28s    100u  77u 7.9s
         float16: best loss scale 2**23: under/overflow 57/0% -> 0/0%
         float8_e4m3fn: best loss scale 2**16: under/overflow 100/0% -> 55/0%
         float8_e5m2: best loss scale 2**23: under/overflow 77/0% -> 20/0%

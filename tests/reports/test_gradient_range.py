@@ -121,10 +121,10 @@ def test_scaled_gradients_are_reported_as_they_are_without_the_scale(grads):
 def test_the_table_never_rounds_some_to_none_or_all():
     values = jnp.ones(10_000).at[0].set(1e-9)
     row = str(optax_mp.gradient_range_report(values)).splitlines()[2]
-    assert "<.1/0/0" in row
+    assert row.split()[-3:] == ["<.1u"] * 3
     values = jnp.full(10_000, 1e-9).at[0].set(1)
     row = str(optax_mp.gradient_range_report(values)).splitlines()[2]
-    assert row.count(">99/0/0") == 3
+    assert row.split()[-3:] == [">99u"] * 3
 
 
 def test_bad_input_is_an_error_that_names_it(grads):
