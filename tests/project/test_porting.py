@@ -8,6 +8,7 @@ import contextlib
 import functools
 import io
 import pathlib
+import pickle
 import re
 
 import jax
@@ -210,6 +211,21 @@ def test_run_with_torch_goes_on():
     np.testing.assert_allclose(params["w"], old[0], rtol=1e-5)
     assert np.abs(old[0] - 1).max() > 1e-3
     assert int(optax.tree.get(state, "count")) == old[3] == 7197
+
+
+def test_a_torch_script_goes_on_from_its_file():
+    names, _ = new_code("torch")
+    saved = names["file"].read_bytes()
+    here = jax.tree.map(jnp.copy, (names["params"], names["opt_state"]))
+    # A micro-batch that is dropped right after a step: all that counts steps stays.
+    bad = names["step"](*pickle.loads(saved), jnp.full((8, 16), jnp.inf))
+    assert names["accumulated"].has_updated(bad[1])
+    assert as_bits(bad[0]) == as_bits(here[0]) and bad[1].step_count == 20
+    runs = [here, pickle.loads(saved)]
+    for i in range(4):
+        runs = [names["step"](*run, names["x"][i])[:2] for run in runs]
+    assert as_bits(runs[0]) == as_bits(runs[1])
+    assert runs[0][1].step_count == 21
 
 
 def test_weights_and_moments_of_torch_go_on_in_flax():
