@@ -39,8 +39,8 @@ OTHER = "Other trees"
 HEAD = f"""# Errors and warnings
 
 Every error and warning of `optax_mp`, by the function that its text starts with, and
-what to do. Words in ‹these marks› are filled in when it is raised. Messages that
-several functions share come last, under *{SHARED}*.
+what to do. Search the page for a few words of yours; words in ‹these marks› are filled
+in when it is raised. Messages that several functions share come last, under *{SHARED}*.
 
 Warnings have the category `optax_mp.MixedPrecisionWarning`. They come while a function
 is traced or set up, never from a compiled step.
