@@ -84,8 +84,7 @@ def worst_error(x, scale, dtype, spread=0.5):
     ("shape", "dtype", "block_size"),
     [((3, 3, 40, 2), "int8", size) for size in (1, 4096)]
     + [((40, 64), dtype, 32) for dtype in ("int8", "uint8", "int16", "uint16")]
-    + [(shape, "int8", 32) for shape in ((101,), (64, 5))]
-    + [(shape, "uint16", 32) for shape in ((4, 264), (7, 7))],
+    + [((101,), "int8", 32), ((4, 264), "uint16", 32), ((7, 7), "uint16", 32)],
     ids=str,
 )
 def test_codes_and_scales_are_those_of_the_reference(shape, dtype, block_size):
@@ -241,7 +240,7 @@ def test_stochastic_rounding_takes_one_of_two_neighbours(dtype):
     assert (codes <= np.maximum(np.ceil(exact + room), x > 0)).all()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_stochastic_rounding_is_right_on_average(dtype):
     """Seeds are fixed: 5 standard errors of 1000 independent roundings of 64 values."""
     x = values((64,), dtype)
@@ -252,8 +251,8 @@ def test_stochastic_rounding_is_right_on_average(dtype):
         x = np.maximum(x, 2 * each / np.iinfo(dtype).max ** 2).astype(np.float32)
         _, each = block_scales(x, 32)
     keys = jax.vmap(rounding_key)(jnp.arange(1000))
-    encoded = jax.vmap(lambda key: encode(x, dtype, 32, key))(keys)
-    back = np.asarray(jax.vmap(dequantize)(encoded), np.float64)
+    draw = jax.jit(jax.vmap(lambda key: dequantize(encode(x, dtype, 32, key))))
+    back = np.asarray(draw(keys), np.float64)
     error = 6 * back.std(0) / np.sqrt(len(back)) + 1e-6 * np.abs(x)
     # What is next to a code leaves it in too few of the roundings for a deviation.
     error += worst_error(x, each, dtype, 1.0) * 5 / len(back)
@@ -266,38 +265,37 @@ def test_a_16_bit_float_has_no_scales(dtype):
     x[0, :2] = [1e30, -1e30]
     form = quantized_zeros(x, jnp.dtype(dtype), None)
     assert form.scales is None
-    got = quantize(jnp.asarray(x), form, None)
+    got = jax.jit(quantize)(x, form, None)
     largest = float(jnp.finfo(dtype).max)
     want = np.clip(x, -largest, largest).astype(jnp.dtype(dtype))
     assert as_bits(got) == as_bits(want)
     assert as_bits(decode(got)) == as_bits(want.astype(np.float32))
-    stochastic = quantize(jnp.asarray(x), form, rounding_key(1))
+    stochastic = jax.jit(quantize)(x, form, rounding_key(1))
     assert stochastic.codes.dtype == jnp.dtype(dtype)
     assert not np.array_equal(stochastic.codes, got.codes)
-    once = quantize(decode(got), form, rounding_key(1))
+    once = jax.jit(quantize)(decode(got), form, rounding_key(1))
     np.testing.assert_array_equal(once.codes, got.codes)
 
 
-def columns(shape, dtype="int8", decades=6, axis=-1):
+def columns(shape, dtype="int8", decades=6):
     """Return random values whose columns are over some decades."""
     x = np.random.default_rng(0).normal(size=shape)
-    size = 10.0 ** (-decades * np.random.default_rng(1).random(shape[axis]))
-    x = np.moveaxis(np.moveaxis(x, axis, -1) * size, -1, axis).astype(np.float32)
+    size = 10.0 ** (-decades * np.random.default_rng(1).random(shape[-1]))
+    x = (x * size).astype(np.float32)
     return np.abs(x) if dtype.startswith("u") else x
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "axis"),
+    ("shape", "dtype"),
     [
-        ((128, 160), "int8", -1),
-        ((256, 128), "uint8", -1),
-        ((261, 264), "uint8", -1),  # a short last group; blocks of 33
-        ((2, 256, 128), "int16", -1),  # layers
+        ((128, 160), "int8"),
+        ((261, 264), "uint8"),  # a short last group; blocks of 33
+        ((2, 256, 128), "int16"),  # layers
     ],
     ids=str,
 )
-def test_shifts_are_those_of_the_reference(shape, dtype, axis):
-    x = columns(shape, dtype, axis=axis)
+def test_shifts_are_those_of_the_reference(shape, dtype):
+    x = columns(shape, dtype)
     x[..., 5:7] *= np.random.default_rng(2).random(x[..., 5:7].shape) < 0.5
     got = jax.device_get(encode(x, dtype, shifts=True))
     shifts, each = column_shifts(x, 32)
@@ -346,19 +344,17 @@ def test_every_matrix_has_groups_of_rows():
         assert shift_layout(shape, 32) == want, shape
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint16"])
-def test_columns_of_one_size_keep_their_codes(dtype):
-    x = np.random.default_rng(0).normal(size=(1024, 256)).astype(np.float32)
-    x = x * x if is_unsigned(dtype) else x
+def test_columns_of_one_size_keep_their_codes():
+    x = np.random.default_rng(0).normal(size=(1024, 256)).astype(np.float32) ** 2
     x[64] *= 1e-9  # a row of another size
     x[77, 77] = 1e6  # a value out of line
     key = rounding_key(1)
-    got, plain = (encode(x, dtype, 32, key, None, on) for on in (True, False))
+    got, plain = (encode(x, "uint16", 32, key, None, on) for on in (True, False))
     assert not got.shifts.any()
     assert as_bits(got[:2]) == as_bits(plain[:2])
 
 
-@pytest.mark.parametrize(("dtype", "stochastic"), ROUNDINGS)
+@pytest.mark.parametrize(("dtype", "stochastic"), [("uint8", True), ("int16", False)])
 def test_no_value_in_shifted_columns_is_lost(stochastic, dtype):
     """Zeros, infinite and NaN ones, the largest and the smallest; each in its block."""
     x = columns((256, 256), dtype, 8)
@@ -381,13 +377,13 @@ def test_no_value_in_shifted_columns_is_lost(stochastic, dtype):
     np.testing.assert_allclose(near, top, rtol=0.1 if "8" in dtype else 1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_shifted_columns_are_right_on_average(dtype):
+def test_shifted_columns_are_right_on_average():
+    dtype = "uint8"
     x = columns((128, 128), dtype)
     keys = jax.vmap(rounding_key)(jnp.arange(500))
     like = quantized_zeros(x, dtype, 32, None, True)
-    encoded = jax.vmap(lambda key: quantize(x, like, key))(keys)
-    back = np.asarray(jax.vmap(dequantize)(encoded), np.float64)
+    draw = jax.jit(jax.vmap(lambda key: dequantize(quantize(x, like, key))))
+    back = np.asarray(draw(keys), np.float64)
     error = 6 * back.std(0) / np.sqrt(len(back)) + 1e-6 * np.abs(x)
     each = np.ldexp(
         block_scales(np.ldexp(x, column_shifts(x, 32)[1]), 32)[1],
@@ -397,8 +393,8 @@ def test_shifted_columns_are_right_on_average(dtype):
     assert (np.abs(back.mean(0) - x) <= error).all()
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int16"])
-def test_layers_have_shifts_of_their_own(dtype):
+def test_layers_have_shifts_of_their_own():
+    dtype = "uint8"
     layers = np.stack([columns((64, 128), dtype), columns((64, 128), dtype)[:, ::-1]])
     want = [encode(x, dtype, shifts=True) for x in layers]
     want = as_bits(jax.tree.map(lambda *x: jnp.stack(x), *map(tuple, want)))

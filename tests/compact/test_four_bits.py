@@ -47,7 +47,7 @@ def arrays(seed):
 
 def take_steps(tx, count, params=None, state=None, sharding=None):
     params = arrays(0) if params is None else params
-    state = tx.init(params) if state is None else state
+    state = jax.jit(tx.init)(params) if state is None else state
     step = jax.jit(functools.partial(optax_mp.take_step, tx))
     for i in range(count):
         grads = jax.device_put(arrays(i + 1), sharding)

@@ -34,7 +34,6 @@ FORMS = {
     "16 bits": {"bits": 16},
     "bfloat16": {"dtype": jnp.bfloat16},
 }
-DISTINCT = "adamw", "lion", "rmsprop", "muon"
 
 
 def low_bit(name, **settings):
@@ -240,18 +239,17 @@ def test_what_a_factorization_reads_has_16_bits(case):
     assert codes(bits=16) == "int16"
 
 
-@mostly_slow("name", DISTINCT, lambda name: name == "adamw")
-def test_state_is_stable_compiles_once_and_can_be_donated_after_init(name):
-    tx = low_bit(name)
+def test_state_is_stable_compiles_once_and_can_be_donated_after_init():
+    tx = low_bit("adamw")
     traces = []
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(carry, noise):
         traces.append(1)
-        return step_function(name, tx)(carry, noise)
+        return step_function("adamw", tx)(carry, noise)
 
     params = example()
-    carry = (params, tx.init(params))
+    carry = (params, jax.jit(tx.init)(params))
     before = avals(carry)
     assert avals(jax.eval_shape(tx.init, params)) == avals(carry[1])
     for i, noise in enumerate(first_noises(3)):
@@ -293,8 +291,8 @@ def test_it_trains_as_the_bare_optimizer(name, form):
 # that come by another way: sizes of gradients that differ by 10^4 within a block.
 @mostly_slow(
     "name",
-    "adam momo_adam sophia adopt".split(),
-    lambda name: name == "momo_adam",
+    ["momo_adam", "sophia"],
+    "momo_adam".__eq__,
 )
 def test_small_second_moments_in_a_block_do_not_blow_the_step_up(name):
     rng = np.random.default_rng(1)
@@ -603,12 +601,7 @@ def test_what_a_root_is_taken_of_stays_positive(variant):
 
 @mostly_slow(
     ("name", "steps", "sign"),
-    [
-        ("adamw", 500, 1.0),
-        ("sgd", 500, -1.0),
-        ("adamw", 2800, -1.0),
-        ("sgd", 2800, 1.0),
-    ],
+    [("adamw", 500, 1.0), ("adamw", 2800, -1.0), ("sgd", 2800, 1.0)],
     lambda name, steps, sign: steps == 500,
 )
 def test_a_weight_without_gradients_stays_where_float32_leaves_it(name, steps, sign):
@@ -633,31 +626,34 @@ def test_a_weight_without_gradients_stays_where_float32_leaves_it(name, steps, s
     assert abs(off.mean()) < 5 * off.std() / np.sqrt(off.size)
 
 
-def column_gradients(step, shape=(256, 256)):
-    """Return gradients whose columns are over six decades."""
-    sizes = 10.0 ** (-6 * jax.random.uniform(jax.random.key(0), shape[-1:]))
-    keys = jax.random.split(jax.random.key(1))
-    noise = jax.random.normal(jax.random.fold_in(keys[0], step), shape)
-    return sizes * (jax.random.normal(keys[1], shape) + noise)
+def column_gradients(*shape):
+    """Return gradients, of steps if there are three axes, over six decades."""
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** (-6 * rng.random(shape[-1]))
+    noise = rng.standard_normal(shape) + rng.standard_normal(shape[-2:])
+    return (sizes * noise).astype(np.float32)
 
 
-def adam_on_columns(tx, steps=100):
-    """Return weights and state after some steps from zero."""
-
-    def step(i, run):
-        params, state = run
-        updates, state = tx.update(column_gradients(i), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jnp.zeros((256, 256))
-    return jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))
+def end(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def test_columns_may_differ_by_six_decades():
     adam = optax.adam(1e-3)
     with_shifts, without = (low_bit_state(adam, column_scales=x) for x in (True, False))
+
+    @jax.jit
+    def run(grads):
+        def step(carry, grads):
+            return [end(tx, *x, grads) for tx, x in zip(runs, carry, strict=True)], None
+
+        params = jnp.zeros(grads.shape[1:])
+        starts = [(params, tx.init(params)) for tx in runs]
+        return jax.lax.scan(step, starts, grads)[0]
+
     runs = adam, with_shifts, without
-    (exact, state), *found = jax.jit(lambda: [adam_on_columns(x, 50) for x in runs])()
+    (exact, state), *found = run(column_gradients(50, 256, 256))
     for (got, low), least, most in zip(found, (0, 0.4), (0.025, 1), strict=True):
         error = jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)
         assert least <= error < most
@@ -669,25 +665,21 @@ def test_columns_may_differ_by_six_decades():
 
 def test_small_columns_move_as_far_as_in_float32_for_any_number_of_rows():
     """Without shifts, columns 1,000 times smaller move 0.4% as far."""
-    rows = 2, 64, 197, 6 * 509
+    rows = 2, 197
+    params = {n: np.zeros((n, 128), np.float32) for n in rows}
+    small = np.arange(128) % 2 == 1
+    noise = 1 + np.random.default_rng(0).standard_normal((20, max(rows), 128))
+    noise = (noise * np.where(small, 1e-3, 1)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(tx, noise):
+        def step(carry, noise):
+            return end(tx, *carry, {n: noise[:n] for n in rows}), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), noise)[0][0]
+
     adam = optax.adam(1e-3)
-    params = {n: jnp.zeros((n, 128)) for n in rows}
-    small = jnp.arange(128) % 2 == 1
-
-    def run(tx):
-        def step(i, run):
-            key = jax.random.fold_in(jax.random.key(0), i)
-            noise = 1 + jax.random.normal(key, (max(rows), 128))
-            grads = noise * jnp.where(small, 1e-3, 1)
-            grads = {n: grads[:n] for n in rows}
-            updates, state = tx.update(grads, run[1], run[0])
-            return optax.apply_updates(run[0], updates), state
-
-        return jax.lax.fori_loop(0, 20, step, (params, tx.init(params)))[0]
-
-    exact = jax.jit(run, static_argnums=0)(adam)
-    tx = low_bit_state(adam, min_size=1)
-    got = jax.jit(run, static_argnums=0)(tx)
+    exact, got = run(adam, noise), run(low_bit_state(adam, min_size=1), noise)
     for n in rows:
         ratio = jnp.linalg.norm(got[n][:, small]) / jnp.linalg.norm(exact[n][:, small])
         assert abs(ratio - 1) < 0.02, (n, ratio)
@@ -696,25 +688,22 @@ def test_small_columns_move_as_far_as_in_float32_for_any_number_of_rows():
 @mostly_slow("way", ["auto", "explicit", "shard_map"], "auto".__eq__)
 def test_sharded_columns_take_no_collective(way):
     """Groups of rows and blocks lie on one device each."""
-    tx = low_bit_state(optax.adam(1e-3), seed=None)
-    params = jnp.zeros((600, 512))
-    grads = column_gradients(0, params.shape)
+    tx = low_bit_state(optax.trace(0.9), seed=None)
+    params = np.zeros((600, 512), np.float32)
+    grads = column_gradients(*params.shape)
     kind = jax.sharding.AxisType
     kinds = (kind.Explicit if way == "explicit" else kind.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
     spec = PartitionSpec("a", "b") if way == "auto" else PartitionSpec(("a", "b"), None)
 
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    want = jax.jit(step)(params, tx.init(params), grads)
+    step = functools.partial(end, tx)
+    want = jax.jit(lambda p, g: step(p, tx.init(p), g))(params, grads)
     with jax.set_mesh(mesh):
         placed, there = (
             jax.device_put(x, NamedSharding(mesh, spec)) for x in (params, grads)
         )
         state = jax.jit(tx.init)(placed)
-        shifts = state.inner_state[0].nu.shifts
+        shifts = state.inner_state.trace.shifts
         assert shifts.sharding.spec == spec and shifts.max() == 0
         if way == "shard_map":
             specs = jax.tree.map(lambda x: spec if x.ndim else PartitionSpec(), state)
@@ -726,17 +715,17 @@ def test_sharded_columns_take_no_collective(way):
     for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert name not in compiled.as_text()
     assert as_bits(jax.device_get(got)) == as_bits(jax.device_get(want))
-    assert got[1].inner_state[0].nu.shifts.max() > 20
+    assert got[1].inner_state.trace.shifts.max() > 10
 
 
 @mostly_slow("kind", ["Auto", "Explicit"], "Explicit".__eq__)
 def test_devices_that_share_a_group_have_the_bits_of_one(kind):
-    tx = low_bit_state(optax.adam(1e-3))
-    params = {n: jnp.zeros((n, 128)) for n in (32, 2056)}
-    grads = {n: column_gradients(0, x.shape) for n, x in params.items()}
-    want = jax.jit(tx.update)(grads, tx.init(params), params)
-    assert want[1].inner_state[0].nu[32].code.group_size == 32
-    assert want[1].inner_state[0].nu[2056].code.group_size == 128
+    tx = low_bit_state(optax.trace(0.9))
+    params = {n: np.zeros((n, 128), np.float32) for n in (32, 2056)}
+    grads = {n: column_gradients(*x.shape) for n, x in params.items()}
+    want = jax.jit(lambda g, p: tx.update(g, tx.init(p), p))(grads, params)
+    assert want[1].inner_state.trace[32].code.group_size == 32
+    assert want[1].inner_state.trace[2056].code.group_size == 128
     types = (getattr(jax.sharding.AxisType, kind),)
     mesh = jax.make_mesh((8,), ("a",), axis_types=types)
     by_rows = NamedSharding(mesh, PartitionSpec("a", None))
@@ -748,17 +737,21 @@ def test_devices_that_share_a_group_have_the_bits_of_one(kind):
 
 def test_a_state_without_shifts_goes_on_and_is_converted():
     """As of older checkpoints."""
-    adam, params = optax.adam(1e-3), jnp.zeros((256, 256))
-    before, after = low_bit_state(adam, column_scales=False), low_bit_state(adam)
-    _, old = jax.jit(lambda: adam_on_columns(before, 2))()
-    assert old.inner_state[0].nu.shifts is None
+    inner, params = optax.trace(0.9), np.zeros((256, 256), np.float32)
+    before, after = low_bit_state(inner, column_scales=False), low_bit_state(inner)
+    grads = column_gradients(256, 256)
+    _, old = jax.jit(lambda g, p: before.update(g, before.init(p), p))(grads, params)
+    assert old.inner_state.trace.shifts is None
     with pytest.raises(
         ValueError, match="expected a state .* got one .* no column scales"
     ):
-        after.update(column_gradients(0), old, params)
+        after.update(grads, old, params)
     new = optax_mp.convert_opt_state(old, params, before, after)
-    nu = [jax.jit(dequantize)(x.inner_state[0].nu) for x in (old, new)]
-    assert np.median(abs(nu[1] / nu[0] - 1)) < 0.02
-    assert new.inner_state[0].nu.shifts.max() > 10
+    was, now = (
+        np.asarray(jax.jit(dequantize)(x.inner_state.trace)) for x in (old, new)
+    )
+    has_code = was != 0
+    assert np.median(abs(now[has_code] / was[has_code] - 1)) < 0.02
+    assert new.inner_state.trace.shifts.max() > 5
     back = optax_mp.convert_opt_state(new, params, after, before)
     assert jax.tree.structure(back) == jax.tree.structure(old)

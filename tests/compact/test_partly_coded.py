@@ -20,7 +20,7 @@ def test_a_monitor_changes_no_code_and_no_update():
 
     def two_steps(tx):
         tx = optax_mp.low_bit_state(tx)
-        state, update = tx.init(PARAMS), jax.jit(tx.update)
+        state, update = jax.jit(tx.init)(PARAMS), jax.jit(tx.update)
         for _ in range(2):
             updates, state = update(GRADS, state, PARAMS)
         return updates["w"], optax.tree.get_all_with_path(state, "nu")[0][1]["w"]

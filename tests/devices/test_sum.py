@@ -95,9 +95,8 @@ def test_two_axes_may_be_summed_over():
     assert as_bits(found) == as_bits(jax.tree.map(jnp.asarray, wanted))
 
 
-@mostly_slow("count", [2, 8, 64], lambda count: count == 64)
-def test_the_error_does_not_grow_with_the_devices(count):
-    (stacked,) = hand_out(count, {"w": (4096,)}, spread=0).values()
+def test_the_error_does_not_grow_with_the_devices():
+    (stacked,) = hand_out(64, {"w": (4096,)}, spread=0).values()
     exact = np.asarray(stacked, np.float64).sum(0)
 
     def error(found):
@@ -107,12 +106,12 @@ def test_the_error_does_not_grow_with_the_devices(count):
         each = functools.partial(
             optax_mp.sum_gradients, axis_name="data", scatter=scatter
         )
-        return jax.vmap(each, axis_name="data")(stacked)
+        return jax.jit(jax.vmap(each, axis_name="data"))(stacked)
 
     in_bfloat16 = functools.reduce(np.add, np.asarray(stacked))
     assert error(ours(True).reshape(-1)) < 1e-7
     assert error(ours(False)[0]) < 2.0**-8
-    assert count < 64 or error(in_bfloat16) > 0.01
+    assert error(in_bfloat16) > 0.01
 
 
 def bytes_of(compiled):
@@ -147,15 +146,15 @@ def test_gradients_that_jax_has_summed_are_an_error():
             return optax_mp.sum_gradients({"w": grads}, "data")
 
         specs = P(), P("data")
-        return jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=P())
+        return jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=P()))
 
     message = r"leaf \['w'\].* is equal on all devices of \['data'\].*pcast\(params"
     with pytest.raises(ValueError, match=message):
         make(lambda p: p)(params, x)
     if hasattr(jax.lax, "pcast"):
         vary = functools.partial(jax.lax.pcast, axis_name="data", to="varying")
-        found = make(vary)(params, x)["w"]
-        np.testing.assert_allclose(found.astype(jnp.float32), 2.0)
+        found = np.asarray(make(vary)(params, x)["w"])
+        np.testing.assert_allclose(found.astype(np.float32), 2.0)
 
 
 @pytest.mark.parametrize(
@@ -208,11 +207,11 @@ def test_zero1_sums_and_takes_the_same_step(axes, sizes, specs, kind):
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, places)
         stacked = jax.device_put(grads, NamedSharding(mesh, P(axes)))
-        state = tx.init(placed)
+        state = jax.jit(tx.init)(placed)
         program = jax.jit(tx.update).lower(stacked, state, placed).compile()
         updates, state = program(stacked, state, placed)
     sums = jax.tree.map(in_order, grads)
-    wanted = jax.jit(bare.update)(sums, bare.init(params), params)
+    wanted = jax.jit(lambda g, p: bare.update(g, bare.init(p), p))(sums, params)
     assert as_bits(state) == as_bits(wanted[1])
     # A weight that stays has an update of -0.0 from zero1.
     assert as_bits(jax.tree.map(lambda u: u + 0, updates)) == as_bits(

@@ -58,12 +58,9 @@ def shardings(mesh, specs):
 
 
 def weights(dtype=jnp.bfloat16):
-    keys = jax.random.split(jax.random.key(0), 3)
-    return {
-        "w": jax.random.normal(keys[0], (64, 256), dtype),
-        "v": jax.random.normal(keys[1], (256, 64), dtype),
-        "b": jax.random.normal(keys[2], (64,), dtype),
-    }
+    shapes = {"w": (64, 256), "v": (256, 64), "b": (64,)}
+    numbers = np.random.default_rng(7)
+    return {k: jnp.asarray(numbers.normal(size=s), dtype) for k, s in shapes.items()}
 
 
 def loss(params, x):
@@ -97,7 +94,7 @@ def compiled_step(tx, params, mesh):
 def run(tx, params, grads, state=None, way=by_update, programs=None):
     """Return params and state after these gradients, and so many programs."""
     step = jax.jit(way(tx))
-    state = tx.init(params) if state is None else state
+    state = jax.jit(tx.init)(params) if state is None else state
     for grad in grads:
         params, state = step(params, state, grad)
     assert programs in (None, step._cache_size())
@@ -149,9 +146,7 @@ def test_nothing_is_gathered_that_bare_optax_does_not_gather():
     ("name", "count", "way"),
     [
         *((name, 8, by_take_step) for name in FORMS),
-        ("5.1 bytes", 2, by_take_step),
-        ("5.1 bytes", 8, by_update),
-        ("scaled", 8, by_update),
+        ("5.1 bytes", 2, by_update),
     ],
     lambda name, count, way: name == "scaled" and way == by_take_step,
 )

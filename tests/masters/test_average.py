@@ -1,6 +1,7 @@
 """with_average: what NumPy makes of the weights after each step that is taken."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from comparison import as_bits
 from host_memory import HOST, UNFUSED, kinds, needs_memories
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from slow_cases import mostly_slow
 from steps import by_take_step, by_update
 
 import optax_mp
@@ -40,7 +42,7 @@ def gradients(steps, bad=()):
     rng = np.random.default_rng(1)
     made = {k: rng.normal(size=(steps, *s)) for k, s in SHAPES.items()}
     made["w"][list(bad)] = np.nan
-    made = {k: jnp.asarray(x, jnp.float32) for k, x in made.items()}
+    made = {k: x.astype(np.float32) for k, x in made.items()}
     return made | {"count": None}
 
 
@@ -50,15 +52,20 @@ def each(trees, i):
 
 def train(tx, params, grads, step=by_update, state=None):
     """Return params and state after jitted steps, and weights and averages of each."""
-    state = tx.init(params) if state is None else state
+    state = jax.jit(tx.init)(params) if state is None else state
     jitted = jax.jit(step(tx), donate_argnums=(0, 1), compiler_options=UNFUSED)
+
+    @jax.jit
+    def read(state, params):
+        readers = optax_mp.master_params, optax_mp.average_params
+        return [each_reads(state, params) for each_reads in readers]
+
     params = jax.tree.map(jnp.copy, params)
     trace = []
     for i in range(1 + len(grads["w"])):
         if i:
             params, state = jitted(params, state, each(grads, i - 1))
-        readers = optax_mp.master_params, optax_mp.average_params
-        trace.append([jax.tree.map(np.array, read(state, params)) for read in readers])
+        trace.append(jax.tree.map(np.array, read(state, params)))
     return params, state, *zip(*trace, strict=True)
 
 
@@ -79,33 +86,42 @@ def float32_of(trace, name):
 
 
 @pytest.mark.parametrize(
-    "inner",
-    [SGD, MASTERS, COMPACT, optax_mp.stochastic_rounding(SGD)],
-    ids=["params", "full copies", "compact", "stochastic"],
+    ("inner", "step"),
+    [
+        (SGD, by_update),
+        (MASTERS, by_update),
+        (MASTERS, by_take_step),
+        (COMPACT, by_take_step),
+        (optax_mp.stochastic_rounding(SGD), by_take_step),
+    ],
+    ids=["params", "full copies", "taken", "compact", "stochastic"],
 )
 @pytest.mark.filterwarnings("ignore:take_step. this step runs without")
-def test_it_is_the_average_of_the_weights(inner):
+def test_it_is_the_average_of_the_weights(inner, step):
     params, grads, start = params_of(), gradients(6), 3
     if inner is SGD:  # fails for integers
         params["count"] = grads["count"] = optax.MaskedNode()
     tx = averaged(inner, start=start)
-    made = [train(tx, params, grads, step) for step in (by_update, by_take_step)]
-    for new_params, state, weights, averages in made:
-        assert state.average["count"] == optax.MaskedNode()
-        assert int(state.step_count) == 6
-        for name in SHAPES:
-            want = averages_by_numpy(float32_of(weights, name), start=start)
-            assert as_bits(float32_of(averages, name)) == as_bits(want), name
-        found = optax_mp.average_params(state, new_params)
-        assert found["w"].dtype == jnp.float32 and found["count"] == params["count"]
-        assert as_bits(found["w"]) == as_bits(state.average["w"])
-        cast = optax_mp.average_params(state, new_params, in_param_dtypes=True)
-        assert as_bits(cast["w"]) == as_bits(found["w"].astype(jnp.bfloat16))
-    # Outside of `jit`, where the choice is a number of Python.
-    for is_due in (True, False):
-        updates, after = tx.update(each(grads, 0), state, new_params)
+    new_params, state, weights, averages = train(tx, params, grads, step)
+    assert state.average["count"] == optax.MaskedNode()
+    assert int(state.step_count) == 6
+    for name in SHAPES:
+        want = averages_by_numpy(float32_of(weights, name), start=start)
+        assert as_bits(float32_of(averages, name)) == as_bits(want), name
+    found = optax_mp.average_params(state, new_params)
+    assert found["w"].dtype == jnp.float32 and found["count"] == params["count"]
+    assert as_bits(found["w"]) == as_bits(state.average["w"])
+    cast = optax_mp.average_params(state, new_params, in_param_dtypes=True)
+    assert as_bits(cast["w"]) == as_bits(np.asarray(found["w"]).astype(jnp.bfloat16))
+
+
+def test_outside_of_jit_the_choice_is_a_number_of_python():
+    tx, params, grads = averaged(MASTERS), params_of(), each(gradients(1), 0)
+    state = tx.init(params)
+    for is_due in (False, True, False):
+        updates, after = tx.update(grads, state, params)
         assert (as_bits(after.average) != as_bits(state.average)) == is_due
-        new_params, state = optax.apply_updates(new_params, updates), after
+        params, state = optax.apply_updates(params, updates), after
 
 
 def test_with_every_1_it_is_incremental_update():
@@ -167,7 +183,7 @@ def test_only_steps_that_are_taken_count(form):
         average = optax_mp.average_params(state, params)
         return (params, state), (weights["w"], average["w"])
 
-    start = params, tx.init(params)
+    start = params, jax.jit(tx.init)(params)
     (_, state), made = jax.jit(lambda x: jax.lax.scan(step, x, grads))(start)
     # Weights change in the steps that are taken, and in no other.
     first = np.asarray(params["w"], np.float32)
@@ -231,17 +247,16 @@ def test_maps_and_gradients_pass_through():
     assert (state.average["w"] == 0.5 * params["w"] - 0.5 * params["w"]).all()
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        "alone",
-        "zero1 around",
-        "zero1 inside",
-        pytest.param("host", marks=needs_memories),
-    ],
+@mostly_slow(
+    ("order", "step"),
+    itertools.product(
+        ("alone", "zero1 around", "zero1 inside", "host"), (by_update, by_take_step)
+    ),
+    lambda order, step: (order in ("alone", "zero1 around")) == (step is by_take_step),
 )
+@needs_memories
 @pytest.mark.filterwarnings("ignore:take_step. this step runs without")
-def test_on_eight_devices_it_is_sharded_as_the_params_are(order, monkeypatch):
+def test_on_eight_devices_it_is_sharded_as_the_params_are(order, step, monkeypatch):
     monkeypatch.setattr(_average, "_PLAN", Plan(min_size=64, chunk_bytes=64))
     mesh = jax.make_mesh((8,), ("data",))
     placed = NamedSharding(mesh, P() if "zero1" in order else P("data"))
@@ -258,40 +273,46 @@ def test_on_eight_devices_it_is_sharded_as_the_params_are(order, monkeypatch):
     want = train(averaged(MASTERS), params, {"w": gradients(3)["w"]})[1]
     if order == "alone":
         assert optax_mp.state_shardings(tx, on_mesh).average["w"] == placed
-    for step in (by_update, by_take_step):
-        state = tx.init(on_mesh)
-        after, state, *_ = train(tx, on_mesh, {"w": gradients(3)["w"]}, step, state)
-        found = state.average["w"].sharding
-        assert found.spec[:1] == ("data",), found
-        assert (found.memory_kind == HOST) == (order == "host")
-        assert as_bits(state.average) == as_bits(want.average)
-        average = optax_mp.average_params(state, after)
-        assert as_bits(average) == as_bits(want.average)
+    state = tx.init(on_mesh)
+    after, state, *_ = train(tx, on_mesh, {"w": gradients(3)["w"]}, step, state)
+    found = state.average["w"].sharding
+    assert found.spec[:1] == ("data",), found
+    assert (found.memory_kind == HOST) == (order == "host")
+    assert as_bits(state.average) == as_bits(want.average)
+    average = optax_mp.average_params(state, after)
+    assert as_bits(average) == as_bits(want.average)
+
+
+hosted = functools.partial(averaged, memory_kind=HOST)
+off = functools.partial(optax_mp.offload, min_size=64, chunk_bytes=256)
+IN_HOST_MEMORY = {
+    "in a scale": (by_update, lambda x: scaled(hosted(x))),
+    "taken": (by_take_step, lambda x: hosted(scaled(x))),
+    "both": (by_take_step, lambda x: off(hosted(scaled(x)))),
+    "both, inside": (by_take_step, lambda x: hosted(off(scaled(x)))),
+    "offload alone": (by_update, lambda x: off(averaged(scaled(x)))),
+    "of the state": (by_update, lambda x: averaged(off(scaled(x)))),
+}
 
 
 @needs_memories
+@mostly_slow(
+    ("inner", "form"),
+    [(MASTERS, form) for form in IN_HOST_MEMORY] + [(COMPACT, "taken")],
+    lambda inner, form: inner is COMPACT or form in ("in a scale", "of the state"),
+)
 @pytest.mark.filterwarnings("ignore:take_step. this step runs without")
-def test_in_host_memory_the_bits_are_the_same(monkeypatch):
+def test_in_host_memory_the_bits_are_the_same(inner, form, monkeypatch):
     monkeypatch.setattr(_average, "_PLAN", Plan(min_size=64, chunk_bytes=256))
-    hosted = functools.partial(averaged, memory_kind=HOST)
-    off = functools.partial(optax_mp.offload, min_size=64, chunk_bytes=256)
+    step, make = IN_HOST_MEMORY[form]
     params = {"w": params_of()["w"], "b": params_of()["b"]}
     grads = {k: gradients(4, bad=(1,))[k] for k in "wb"}
-    inner = scaled(MASTERS)
-    wants = [train(averaged(x), params, grads) for x in (inner, scaled(COMPACT))]
-    for want, where, tx, step in (
-        (wants[0], "Host", hosted(inner), by_update),
-        (wants[0], "Host", scaled(hosted(MASTERS)), by_update),
-        (wants[0], "Device", averaged(off(inner)), by_update),
-        (wants[0], "Host", off(averaged(inner)), by_update),
-        (wants[0], "Host", hosted(off(inner)), by_take_step),
-        (wants[0], "Host", off(hosted(inner)), by_take_step),
-        (wants[1], "Host", hosted(scaled(COMPACT)), by_take_step),
-    ):
-        got = train(tx, params, grads, step)
-        assert as_bits(got[2:]) == as_bits(want[2:])
-        ((_, node),) = optax_mp.trees._states.find_states(got[1], AverageState)
-        assert kinds(node.average) == {where, "Device"}
+    want = train(averaged(scaled(inner)), params, grads)
+    got = train(make(inner), params, grads, step)
+    assert as_bits(got[2:]) == as_bits(want[2:])
+    ((_, node),) = optax_mp.trees._states.find_states(got[1], AverageState)
+    where = "Device" if form == "of the state" else "Host"
+    assert kinds(node.average) == {where, "Device"}
 
 
 def test_reports_checkpoints_and_conversions_know_it():

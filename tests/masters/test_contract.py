@@ -123,7 +123,7 @@ def trajectory(name, tx, params, grads, low=None, storage=FULL_COPY):
     # One program a step, as training has it. Within a scan over stacked gradients XLA
     # fuses their slice into the rule, and bare optax itself is rounded otherwise.
     step = jax.jit(step_function(name, tx))
-    carry = (params, tx.init(params))
+    carry = (params, jax.jit(tx.init)(params))
     masters, followed = [], []
     for i in range(STEPS):
         carry = step(carry, jax.tree.map(operator.itemgetter(i), grads))

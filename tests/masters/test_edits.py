@@ -54,7 +54,7 @@ def step_of(tx):
 
 def train(tx, params, edit):
     """Return (params, state), with an edit after every tenth step."""
-    state, step = tx.init(params), step_of(tx)
+    state, step = jax.jit(tx.init)(params), step_of(tx)
     before = avals(state)
     for i in range(23):
         params, state = step(params, state, gradients(i))
@@ -125,20 +125,19 @@ def test_edits_of_any_size_are_masters_whatever_gradients_are(form):
         optax.inject_hyperparams(optax.sgd)(learning_rate=1e-3), **FORMS[form]
     )
     params, step = weights("bfloat16"), jax.jit(by_update(tx))
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     for i in range(3):
         params, state = step(params, state, gradients(i, "bfloat16"))
+    read = jax.jit(optax_mp.master_params)
     state.inner_state.hyperparams["learning_rate"] *= 0
     for edit in EDITS.values():
-        edited = edit(params)
+        edited = jax.jit(edit)(params)
         after, new_state = step(edited, state, gradients(4, "bfloat16"))
         assert as_bits(after) == as_bits(edited)
         if form == "FullCopy":
-            masters = optax_mp.master_params(new_state, after)
-            wide = optax_mp.cast_floating((params, edited), "float32")
-            for old, new, master in zip(
-                *map(jax.tree.leaves, (*wide, masters)), strict=True
-            ):
+            masters = read(new_state, after)
+            trees = map(jax.tree.leaves, jax.device_get((params, edited, masters)))
+            for old, new, master in zip(*trees, strict=True):
                 np.testing.assert_array_equal(master[old != new], new[old != new])
 
 
@@ -151,8 +150,8 @@ def test_with_16_bit_updates_follow_params_tells_of_an_edit(form):
     )
     params, grads = weights("bfloat16"), gradients(0, "bfloat16")
     step = step_of(tx)
-    params, state = step(params, tx.init(params), grads)
-    edited = halve(params)
+    params, state = step(params, jax.jit(tx.init)(params), grads)
+    edited = jax.jit(halve)(params)
     followed = jax.jit(optax_mp.follow_params)(state, edited)
     assert as_bits(followed) == as_bits(optax_mp.follow_params(state, edited))
     assert avals(followed) == avals(state)

@@ -30,7 +30,7 @@ def run(tx, dtype, *, grad_dtype="float32", wrap=lambda p: p, masters=True):
     grads = jax.device_get(example_gradients("", like, STEPS, grad_dtype))
 
     # One program a step, as training has it: see `trajectory` in test_contract.
-    start = params, tx.init(params)
+    start = params, jax.jit(tx.init)(params)
     each = (jax.tree.map(operator.itemgetter(i), grads) for i in range(STEPS))
     params, state = take_steps(tx, *start, each)
     assert avals((params, state)) == avals(start)

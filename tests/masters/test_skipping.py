@@ -64,7 +64,7 @@ def scaled_gradients(params, scale, bad=None):
 
 def start(tx, params, update):
     """Return params and state after one good step."""
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     grads = scaled_gradients(params, optax_mp.loss_scale(state))
     updates, state = update(grads, state, params)
     return optax.apply_updates(params, updates), state
@@ -91,11 +91,12 @@ def test_in_a_skipped_step_nothing_moves(form, where, jitted):
     scale = optax_mp.dynamic_loss_scale
     tx = optax.chain(scale(), build()) if where == "link" else scale(build())
     update = jax.jit(tx.update) if jitted else tx.update
+    apply = jax.jit(optax.apply_updates)
     params, state = start(tx, params, update)
     bad = np.nan if jitted else np.inf
     grads = scaled_gradients(params, optax_mp.loss_scale(state), bad)
     updates, after = update(grads, state, params)
-    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+    assert as_bits(apply(params, updates)) == as_bits(params)
     kept = (x[1:] if where == "link" else x.inner_state for x in (after, state))
     assert as_bits(next(kept)) == as_bits(next(kept))
     assert optax_mp.loss_scale(after) == optax_mp.loss_scale(state) / 2
@@ -159,7 +160,8 @@ def test_a_choice_copies_no_state(where, grad_dtype):
         return optax.apply_updates(params, updates), state
 
     jitted = jax.jit(step, donate_argnums=(0, 1))
-    compiled = jitted.lower(params, tx.init(params), grads).compile()
+    state = jax.eval_shape(tx.init, params)
+    compiled = jitted.lower(params, state, grads).compile()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     # At most the flags of the check, a byte for each element of a leaf.
     assert temporaries < 1.1 * 2 * 256**2
@@ -170,6 +172,7 @@ def test_no_step_has_a_conditional(form):
     build, params = FORMS[form]
     tx = optax.chain(optax_mp.dynamic_loss_scale(), build())
     grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
-    jaxpr = jax.make_jaxpr(tx.update)(grads, tx.init(params), params)
+    state = jax.eval_shape(tx.init, params)
+    jaxpr = jax.make_jaxpr(tx.update)(grads, state, params)
     found = {each.name for each in operations(jaxpr)}
     assert found and found.isdisjoint({"cond", "while", "switch"})

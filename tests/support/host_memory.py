@@ -50,7 +50,7 @@ def train(
     `extra` gives the extra arguments of an update for its gradients.
     """
     params = random_params() if params is None else params
-    state = tx.init(params) if state is None else state
+    state = jax.jit(tx.init)(params) if state is None else state
 
     @functools.partial(jax.jit, compiler_options=options)
     def update(grads, state, params):

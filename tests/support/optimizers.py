@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
@@ -90,18 +91,15 @@ NO_SCALARS = ("sm3",)
 
 def example_params(dtype: Any, name: str = "") -> dict[str, Any]:
     """Return a small tree with a matrix, a vector and a scalar, for one optimizer."""
-    keys = jax.random.split(jax.random.key(0), 3)
+    rng = np.random.default_rng(0)
     params = {
-        "kernel": jax.random.normal(keys[0], (6, 5)) * 0.3,
-        "layer": [{"bias": jax.random.normal(keys[1], (5,)) * 0.1}],
-        "scale": jnp.ones(()) + 0.1 * jax.random.normal(keys[2], ()),
+        "kernel": rng.normal(size=(6, 5)) * 0.3,
+        "layer": [{"bias": rng.normal(size=5) * 0.1}],
+        "scale": np.full((1,) if name in NO_SCALARS else (), 1.1),
     }
-    if name in NO_SCALARS:
-        params["scale"] = params["scale"][None]
     # Values that every dtype holds, so that all runs start from the same ones.
     exact = jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn), params)
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), exact)
-    return jax.tree.map(lambda x: x.astype(dtype), exact)
+    return jax.tree.map(lambda x: jnp.asarray(x.astype(dtype)), exact)
 
 
 def objective(params: Any) -> jax.Array:
@@ -114,14 +112,13 @@ def objective(params: Any) -> jax.Array:
 def example_gradients(name: str, params: Any, steps: int, dtype: Any) -> Any:
     """Return random gradients for `steps` steps, stacked along a leading axis."""
     examples = (2,) if name in PER_EXAMPLE else ()
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return treedef.unflatten(
-        [
-            jax.random.normal(key, (steps, *examples, *leaf.shape)).astype(dtype)
-            for key, leaf in zip(keys, leaves, strict=True)
-        ]
-    )
+    rng = np.random.default_rng(1)
+
+    def random(leaf):
+        numbers = rng.normal(size=(steps, *examples, *leaf.shape))
+        return jnp.asarray(numbers.astype(dtype))
+
+    return jax.tree.map(random, params)
 
 
 def extra_arguments(name: str, grads: Any) -> dict[str, Any]:
