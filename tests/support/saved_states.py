@@ -19,6 +19,7 @@ import optax_mp
 NAMES = [name for name in FORMS if not name.startswith("scaled")]
 NAMES += ["scaled full copy", "scaled 5.1 bytes", "scaled partition"]
 NAMES.remove("bare")
+NAMES.remove("average")  # of a later version
 
 
 def names_of(tree):
