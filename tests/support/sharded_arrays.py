@@ -17,7 +17,7 @@ SPECS = {
 }
 # The last has groups of 40 rows, several of which make a tile of a TPU.
 SHAPES = {
-    "rows": (256, 384),
+    "rows": (256, 128),
     "both": (256, 512),
     "last": (3, 32, 512),
     "uneven": (320, 128),
