@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
-from host_memory import UNFUSED, in_chunks, needs_memories
+from host_memory import UNFUSED, needs_memories
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_arrays import arrays, compact
@@ -74,7 +74,8 @@ def masters():
 
 
 def in_host_memory(make, placed):
-    return in_chunks(make(), param_shardings=placed)
+    small = {"chunk_bytes": 2**14, "min_size": 256}
+    return optax_mp.offload(make(), **small, param_shardings=placed)
 
 
 def in_device_memory(placed):
