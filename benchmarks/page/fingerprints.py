@@ -4,7 +4,7 @@
 
 A fingerprint is a hash of the state that a form makes for a small model with boxes: the
 path, dtype and shape of each array; and of the default arguments of its functions. A
-result holds those of the forms that its tables name.
+result has a fingerprint for each form that its tables name.
 """
 
 import functools
@@ -129,7 +129,7 @@ def forms_in(tables: record.Tables) -> list[str]:
 
 
 def changed(found: record.Record) -> list[str]:
-    """Return the forms of a result that are not those of the package."""
+    """Return the forms of a result that differ from the package now."""
     now, before = fingerprints(), found.fingerprints or {}
     return [x for x in forms_in(found.tables) if before.get(x) != now.get(x)]
 
