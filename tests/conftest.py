@@ -25,6 +25,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Tests make up gradients: nothing scaled them, and a traced update would warn of that.
 _warnings.count_event("scales its loss")
 
+# XLA's work on programs that run once is most of the time of a run. `XLA_FLAGS=`, also an
+# empty one, leaves it as it is: so CI runs the claims of bits, and the newest JAX.
+if "XLA_FLAGS" not in os.environ:
+    emitters = jax.__version_info__ < (0, 11)  # later JAX has no other way
+    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false" if emitters else ""
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    jax.config.update("jax_disable_most_optimizations", True)
+
 # What is imported is not to be looked through at every collection of garbage.
 gc.freeze()
 

