@@ -106,7 +106,7 @@ class Case:
         count = int(rng.integers(1, 5))
         self.leaves = [(pick(*dtypes), pick(*shapes)) for _ in range(count)]
         self.leaves[0] = (pick(*low), self.leaves[0][1])
-        self.container = pick(list, tuple, dict, "nested")
+        self.container = pick(list, tuple, dict, "nested", "Haiku")
 
     def __repr__(self):
         """Return what was drawn."""
@@ -118,6 +118,8 @@ class Case:
         leaves = [make(*leaf) for leaf in self.leaves]
         if self.container == "nested":
             return Pair({"a": leaves[0]}, [tuple(leaves[1:])])
+        if self.container == "Haiku":
+            return {f"net/~/layer_{i}": {"w": x} for i, x in enumerate(leaves)}
         if self.container is dict:
             return {f"w{i}": x for i, x in enumerate(leaves)}
         return self.container(leaves)
