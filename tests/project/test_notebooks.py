@@ -9,7 +9,9 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SECONDS = 900  # A minute alone on two cores: only a notebook that never ends takes as long.
+SECONDS = (
+    900  # A minute alone on two cores: only a notebook that never ends takes as long.
+)
 MACHINE_PATH = re.compile(
     r"/(home|root|tmp|Users|private|opt|mnt|work)/|site-packages|[A-Z]:\\\\?Users"
 )

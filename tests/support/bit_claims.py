@@ -70,7 +70,9 @@ def rounding():
     made = []
     for dtype in map(jnp.dtype, FORMATS):
         # With `tests/conftest.py`'s settings XLA makes a NaN of -0.0 here; as it ships, 0.
-        if dtype.name.endswith("fnuz") and "emitters" in os.environ.get("XLA_FLAGS", ""):
+        if dtype.name.endswith("fnuz") and "emitters" in os.environ.get(
+            "XLA_FLAGS", ""
+        ):
             continue
         param = jax.jit(lambda x, to=dtype: optax_mp.cast_floating(x, to))(x)
         inside = np.abs(x) <= float(ml_dtypes.finfo(dtype).max)
