@@ -21,7 +21,7 @@ HEADINGS = {
     "_arguments": "Arguments in the wrong place",
     "_nesting": "Transforms in the wrong order",
     "_dtypes": "Dtypes",
-    "_inner": "The wrapped optimizer and its gradients",
+    "_inner": "The wrapped optimizer, its arguments and its state",
     "_leaves": "Trees that do not match",
     "_policy": "Policies",
     "_states": "Restored states",

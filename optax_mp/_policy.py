@@ -13,9 +13,15 @@ from jax.typing import DTypeLike
 
 from optax_mp._dtypes import check_available, floating_dtype, saturating_cast
 from optax_mp._warnings import warn
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._leaves import is_absent
-from optax_mp.trees._tree import PyTree, cast_floating, is_floating, slash_path, spell
+from optax_mp.trees._tree import (
+    PyTree,
+    cast_floating,
+    copy_shared,
+    is_floating,
+    slash_path,
+    spell,
+)
 
 _NAMES = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _KEYS = {key: field for name, field in _NAMES.items() for key in (name, name[0])}

@@ -7,8 +7,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from optax_mp._jax._arrays import has_tracers
-from optax_mp._jax._memory import is_on_host
+from optax_mp._jax._arrays import has_tracers, is_on_host
 from optax_mp._warnings import warn_once
 from optax_mp.trees._descriptions import spread_shardings
 from optax_mp.trees._leaves import is_absent

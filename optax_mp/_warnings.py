@@ -76,3 +76,20 @@ def event_counts() -> Counter[Event]:
 def is_loss_scaled(counts: Iterable[Event]) -> bool:
     """Return whether one of these events is that a loss was scaled."""
     return not {"scales its loss", "takes scaled gradients"}.isdisjoint(counts)
+
+
+def warn_unless_scaled(caller: str, scale: str) -> None:
+    """Warn if no loss was scaled in this process.
+
+    Args:
+        caller: the public function that the user called.
+        scale: what to say of the loss scale.
+    """
+    if not is_loss_scaled(_counts):
+        warn(
+            f"{caller}: the loss scale {scale}, and no loss was scaled in this "
+            "process, so gradients are probably not scaled. They are divided by the "
+            "scale all the same: take them with `optax_mp.value_and_grad(loss)("
+            "opt_state, params, ...)`, or of `optax_mp.scale_loss(loss, opt_state)`. "
+            "Without float16, `optax_mp.static_loss_scale` skips non-finite steps."
+        )

@@ -130,11 +130,7 @@ def _about_calls(ask: Ask) -> bool:
     return ask(_call()) and not ask(_call(in_shardings=placed))
 
 
-@tried(
-    _about_calls,
-    False,
-    "low-bit steps have no kernels",
-)
+@tried(_about_calls, False, "low-bit steps have no kernels")
 def is_plain_call(equation: Any) -> bool:
     """Return whether a call, of `jit` or not, asks for no sharding and no layout."""
     settings = [x for name in _SETTINGS for x in equation.params.get(name, ())]
@@ -218,11 +214,7 @@ def _about_a_loop(ask: Ask) -> bool:
     return False
 
 
-@tried(
-    _about_a_loop,
-    False,
-    "errors on the carry of a loop are not explained",
-)
+@tried(_about_a_loop, False, "errors on the carry of a loop are not explained")
 def is_carry_error(error: TypeError) -> bool:
     """Return whether a loop returned its carry in another dtype than it takes."""
     return all(part in str(error) for part in _CARRY_ERROR)

@@ -11,12 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from optax_mp._jax._control_flow import (
-    PLAIN_CALLS,
-    has_regions,
-    run_count,
-    wiring_of,
-)
+from optax_mp._jax._control_flow import PLAIN_CALLS, has_regions, run_count, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,

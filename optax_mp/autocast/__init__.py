@@ -14,7 +14,7 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 - `_lattice`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`.
 - `_run`: binds each equation again, as planned; `_derivatives`: equations with
-  derivative rules; `_low_f32`: matrix products with float32 results.
+  derivative rules, and matrix products with float32 results.
 - `_loop_conditions`: warns of loops that may never end in 16 bits.
 - `_changes`: writes back the changes that a function makes to Flax NNX modules.
 - `_report`: the plan as a table, and the error of the outputs.

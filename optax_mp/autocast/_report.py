@@ -15,9 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_mp._jax._jaxpr import AnyJaxpr, evaluate, jaxprs_within, open_jaxpr
+from optax_mp._jax._jaxpr import (
+    AnyJaxpr,
+    TracedCall,
+    evaluate,
+    jaxprs_within,
+    open_jaxpr,
+)
 from optax_mp._jax._primitives import is_product
-from optax_mp._jax._traced import TracedCall
 from optax_mp._table import Report, Table
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import takes_part

@@ -17,17 +17,18 @@ from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
     Equation,
+    TracedCall,
     bind,
     cache_by_jaxpr,
     evaluate,
+    explain_carry_error,
     open_jaxpr,
     trace_jaxpr,
     with_dtype,
 )
-from optax_mp._jax._traced import TracedCall, explain_carry_error
 from optax_mp._warnings import warn
 from optax_mp.autocast._changes import PureCall
-from optax_mp.autocast._derivatives import custom_jvp, custom_vjp
+from optax_mp.autocast._derivatives import custom_jvp, custom_vjp, product
 from optax_mp.autocast._lattice import (
     FULL,
     LOW,
@@ -39,7 +40,6 @@ from optax_mp.autocast._lattice import (
     full_precisions,
 )
 from optax_mp.autocast._loop_conditions import loop_warnings
-from optax_mp.autocast._low_f32 import product
 from optax_mp.autocast._plan import Action, Plan, Planner
 from optax_mp.autocast._rules import LINEAR, Rule, Rules, call_function
 from optax_mp.trees._tree import is_array

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._jax._memory import is_on_host, to_device_tree, to_host, with_memory_of
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._arrays import is_on_host, to_device_tree, to_host, with_memory_of
+from optax_mp._jax._jaxpr import TracedCall
 from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.compact._blocks import dequantize, quantize
 from optax_mp.masters import Storage
@@ -23,11 +23,10 @@ from optax_mp.masters._access import (
 from optax_mp.masters._average import AverageState, start_at
 from optax_mp.masters._storage import MixedPrecisionState, storage_of
 from optax_mp.scaling._state import LossScaleState
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._leaves import Leaves
 from optax_mp.trees._quantized import Quantized
 from optax_mp.trees._states import find_states, map_states
-from optax_mp.trees._tree import PyTree, cast_floating, is_floating, spell
+from optax_mp.trees._tree import PyTree, cast_floating, copy_shared, is_floating, spell
 from optax_mp.wrappers._inner import as_transformation
 
 _CALLER = "convert_opt_state"

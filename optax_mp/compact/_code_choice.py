@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._dataflow import depending_outputs
-from optax_mp._jax._traced import TracedCall, is_dynamic
+from optax_mp._jax._jaxpr import TracedCall, is_dynamic
 from optax_mp._warnings import warn
 from optax_mp.compact._blocks import choose_blocks, choose_group
 from optax_mp.compact._full_precision import (

@@ -33,7 +33,7 @@ import optax
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._dataflow import Flow, flows, union_of
-from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
+from optax_mp._jax._jaxpr import TracedCall, is_dynamic, is_output
 from optax_mp.trees._tree import describe, is_array, is_floating, spell
 
 

@@ -14,15 +14,19 @@ from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
 from optax_mp.compact._random_numbers import check_seed, rounding_keys
 from optax_mp.trees._boxes import flatten_slots, is_box, put, put_resized, unbox
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._descriptions import divides_names, place_like_params
 from optax_mp.trees._quantized import Code, is_quantized, new_quantized
 from optax_mp.trees._states import inner_field
-from optax_mp.trees._tree import PyTree, describe, is_floating, spell
+from optax_mp.trees._tree import PyTree, copy_shared, describe, is_floating, spell
 from optax_mp.trees._typed import type_with
-from optax_mp.wrappers._arguments import check_own_state, check_whole_number
+from optax_mp.wrappers._arguments import check_whole_number
 from optax_mp.wrappers._context import Transformation
-from optax_mp.wrappers._inner import as_transformation, check_gradients, update_inner
+from optax_mp.wrappers._inner import (
+    as_transformation,
+    check_gradients,
+    check_own_state,
+    update_inner,
+)
 
 _CALLER = "low_bit_state"
 # So that the random numbers differ from the numbers of `stochastic_rounding` with the

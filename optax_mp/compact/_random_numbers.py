@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import saturate
-from optax_mp._jax._outlined import outlined
+from optax_mp._jax._experimental import outlined
 from optax_mp.trees._tree import describe, is_array
 
 

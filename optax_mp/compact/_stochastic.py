@@ -14,15 +14,19 @@ from optax_mp.compact._random_numbers import (
     rounding_keys,
 )
 from optax_mp.scaling._unscale import is_unmarked
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._descriptions import place_like_params
 from optax_mp.trees._leaves import Leaves
 from optax_mp.trees._states import inner_field
-from optax_mp.trees._tree import describe, is_floating, spell
-from optax_mp.wrappers._arguments import check_own_state, require_params
+from optax_mp.trees._tree import copy_shared, describe, is_floating, spell
 from optax_mp.wrappers._choose import choose_step
 from optax_mp.wrappers._context import Transformation
-from optax_mp.wrappers._inner import MatchedArguments, as_inner_param, as_transformation
+from optax_mp.wrappers._inner import (
+    MatchedArguments,
+    as_inner_param,
+    as_transformation,
+    check_own_state,
+    require_params,
+)
 
 _CALLER = "stochastic_rounding"
 

@@ -6,8 +6,13 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from optax_mp._jax._arrays import is_traced, mesh_in_type, spec_in_type
-from optax_mp._jax._memory import HOST_KIND, is_on_host
+from optax_mp._jax._arrays import (
+    HOST_KIND,
+    is_on_host,
+    is_traced,
+    mesh_in_type,
+    spec_in_type,
+)
 from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
 from optax_mp.trees._descriptions import fill_spec
 from optax_mp.trees._tree import PyTree, describe, spread_prefix

@@ -9,23 +9,25 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
-from optax_mp._jax._memory import (
+from optax_mp._jax._arrays import (
     HOST_KIND,
     KNOWS_MEMORIES,
     bytes_on_device,
+    compiles,
+    has_tracers,
     is_on_host,
+    is_traced,
     kinds_of_memory,
+    split_traced,
     to_host,
     with_explicit_memory_kind,
 )
-from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
+from optax_mp._jax._jaxpr import NOT_TRACEABLE, TracedCall
 from optax_mp._warnings import warn
 from optax_mp.devices._state_shardings import like_params
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._descriptions import place_like_params, spread_shardings
 from optax_mp.trees._states import Path
-from optax_mp.trees._tree import describe, is_array, spell
+from optax_mp.trees._tree import copy_shared, describe, is_array, spell
 from optax_mp.wrappers._arguments import check_whole_number
 from optax_mp.wrappers._context import (
     Choice,

@@ -14,9 +14,9 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._memory import is_on_host
+from optax_mp._jax._arrays import is_on_host
+from optax_mp._jax._jaxpr import TracedCall, is_dynamic
 from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
-from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._warnings import warn
 from optax_mp.devices._cut import (
     Cut,
@@ -33,14 +33,13 @@ from optax_mp.trees._descriptions import fill_spec, place_like_params
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._states import Path, find_owners
 from optax_mp.trees._tree import PyTree, describe, ends_in, is_floating, spell
-from optax_mp.wrappers._arguments import require_params
 from optax_mp.wrappers._context import (
     PartStep,
     Transformation,
     update_by_engine,
     with_context,
 )
-from optax_mp.wrappers._inner import as_transformation, update_inner
+from optax_mp.wrappers._inner import as_transformation, require_params, update_inner
 
 _LARGE = 2**24  # bytes
 

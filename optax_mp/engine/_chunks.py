@@ -24,14 +24,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._block_operations import Blocks
-from optax_mp._jax._experimental import with_major_to_minor
-from optax_mp._jax._memory import (
+from optax_mp._jax._arrays import (
     is_host_type,
     is_on_host,
     to_device,
     to_host,
 )
+from optax_mp._jax._block_operations import Blocks
+from optax_mp._jax._experimental import with_major_to_minor
 from optax_mp.engine._by_platform import Target, run_by_platform
 from optax_mp.engine._evaluator import Evaluator
 from optax_mp.engine._kernels import are_on, kernels_for

@@ -17,17 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._jax._arrays import is_partitioned
-from optax_mp._jax._jaxpr import groups_with_common
-from optax_mp._jax._memory import (
+from optax_mp._jax._arrays import (
     bytes_on_device,
     is_host_type,
     is_on_host,
+    is_partitioned,
     to_device,
     to_device_tree,
     to_host,
 )
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._jaxpr import TracedCall, groups_with_common
 from optax_mp._take_step import StepFn
 from optax_mp._warnings import warn
 from optax_mp.engine._chunks import Chunk, first_chunk, run_tail, whole_on_device

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._jaxpr import TracedCall
 from optax_mp.engine._program import (
     Program,
     Value,

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from optax_mp._jax._control_flow import STEP
+from optax_mp._jax._experimental import bind_outlined, is_outlined, outlined_here
 from optax_mp._jax._jaxpr import Equation, Location, bind, is_shaped
-from optax_mp._jax._outlined import bind_outlined, is_outlined, outlined_here
 from optax_mp.engine._by_platform import Target
 from optax_mp.engine._program import (
     Node,

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
+from optax_mp._jax._arrays import is_host_type, moves_memory
 from optax_mp._jax._block_operations import NAME, Blocks
 from optax_mp._jax._control_flow import PLAIN_CALLS
 from optax_mp._jax._jaxpr import (
@@ -21,7 +22,6 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
-from optax_mp._jax._memory import is_host_type, moves_memory
 from optax_mp._jax._primitives import IN_KERNELS
 from optax_mp.engine._program import (
     Node,

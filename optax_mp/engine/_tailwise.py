@@ -19,12 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from optax_mp._jax._arrays import compiles, is_traced, mesh_in_type
+from optax_mp._jax._arrays import compiles, is_on_host, is_traced, mesh_in_type
 from optax_mp._jax._contact import is_seen, is_traced_by_jit
 from optax_mp._jax._control_flow import STEP
-from optax_mp._jax._jaxpr import Equation, bind, evaluate
-from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._jaxpr import Equation, TracedCall, bind, evaluate
 from optax_mp._take_step import StepFn
 from optax_mp._warnings import warn_once
 from optax_mp.engine import _chunks, _kernels

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_mp._jax._arrays import to_host
 from optax_mp._jax._experimental import experimental
-from optax_mp._jax._memory import to_host
 from optax_mp.engine._evaluator import (
     DTYPES,
     KernelEvaluator,

@@ -8,22 +8,20 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._dtypes import round_to
-from optax_mp._jax._arrays import is_traced
-from optax_mp._jax._memory import to_device_tree, with_memory_of
+from optax_mp._jax._arrays import is_traced, to_device_tree, with_memory_of
 from optax_mp._jax._sharding import with_sharding_of
 from optax_mp.masters._settings import check_shape
-from optax_mp.masters._step import follow_edits
 from optax_mp.masters._storage import (
     MixedPrecisionState,
     Storage,
     list_taken_dtypes,
     storage_of,
 )
+from optax_mp.masters._transform import follow_edits
 from optax_mp.trees._boxes import plain_trees
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._states import check_classes, find_states, map_states
-from optax_mp.trees._tree import describe, in_float32, is_floating, spell
+from optax_mp.trees._tree import copy_shared, describe, in_float32, is_floating, spell
 from optax_mp.wrappers._arguments import check_state_first
 from optax_mp.wrappers._nesting import check_nesting
 

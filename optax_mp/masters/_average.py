@@ -12,30 +12,26 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from optax_mp._dtypes import at_least_float32
-from optax_mp._jax._arrays import has_tracers, is_traced
-from optax_mp._jax._memory import (
+from optax_mp._jax._arrays import (
+    has_tracers,
     is_on_host,
+    is_traced,
     to_device_tree,
     with_explicit_memory_kind,
     with_memory_of,
 )
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._jaxpr import TracedCall
 from optax_mp._take_step import apply_updates
 from optax_mp.devices._offload import check_kind, check_memory_of, on_host
 from optax_mp.masters._access import decode_all, read_arguments
 from optax_mp.masters._storage import MixedPrecisionState
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.scaling._unscale import is_unmarked
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._descriptions import spread_shardings
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._states import check_classes, find_states, inner_field
-from optax_mp.trees._tree import is_inexact
-from optax_mp.wrappers._arguments import (
-    check_own_state,
-    check_whole_number,
-    require_params,
-)
+from optax_mp.trees._tree import copy_shared, is_inexact
+from optax_mp.wrappers._arguments import check_whole_number
 from optax_mp.wrappers._choose import select
 from optax_mp.wrappers._context import (
     Choice,
@@ -45,7 +41,12 @@ from optax_mp.wrappers._context import (
     Transformation,
     context_of,
 )
-from optax_mp.wrappers._inner import as_transformation, update_inner
+from optax_mp.wrappers._inner import (
+    as_transformation,
+    check_own_state,
+    require_params,
+    update_inner,
+)
 
 _CALLER = "with_average"
 # How far the average may be behind by default, as a share of its distance: half of it.

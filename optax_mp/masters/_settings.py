@@ -16,7 +16,7 @@ from optax_mp.masters._storage import (
 )
 from optax_mp.trees._leaves import is_absent
 from optax_mp.trees._tree import describe, ends_in, is_floating, spell
-from optax_mp.wrappers._arguments import check_own_state
+from optax_mp.wrappers._inner import check_own_state
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from optax_mp._dtypes import round_to
-from optax_mp._jax._outlined import outlined
+from optax_mp._jax._experimental import outlined
 from optax_mp._jax._sharding import constant_like
 
 _BFLOAT16, _FLOAT16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)

@@ -15,11 +15,11 @@ import optax
 
 from optax_mp._dtypes import bits
 from optax_mp._warnings import warn
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._states import inner_field
 from optax_mp.trees._tree import (
     PyTree,
+    copy_shared,
     describe,
     ends_in,
     is_array,

@@ -10,8 +10,8 @@ import optax
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._dtypes import bits
+from optax_mp._jax._arrays import to_device_tree
 from optax_mp._jax._dataflow import Origin, derivative_calls, origins
-from optax_mp._jax._memory import to_device_tree
 from optax_mp._warnings import count_event, warn
 from optax_mp.release._layers import is_released
 from optax_mp.release._scan import layer_at

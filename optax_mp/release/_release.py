@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_mp._jax._jaxpr import evaluate
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._jaxpr import TracedCall, evaluate
 from optax_mp.release._checks import (
     check_layers,
     check_optimizer,

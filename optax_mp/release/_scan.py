@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._arrays import is_traced, to_device_tree, with_memory_of
 from optax_mp._jax._contact import is_traced_by_jit
-from optax_mp._jax._jaxpr import evaluate
-from optax_mp._jax._memory import to_device_tree, with_memory_of
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._jaxpr import TracedCall, evaluate
 from optax_mp.release._layers import (
     ReleasedLayers,
     ReleasedStack,

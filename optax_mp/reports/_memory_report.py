@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._memory import is_stored_on_host
+from optax_mp._jax._arrays import is_stored_on_host
 from optax_mp._table import Report, Table, axes_or_new, format_bytes
 from optax_mp.masters._storage import MixedPrecisionState
 from optax_mp.trees._boxes import plain_trees

@@ -11,9 +11,8 @@ from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.trees._boxes import plain
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._states import Path, check_classes, find_states
-from optax_mp.trees._tree import PyTree, is_array
+from optax_mp.trees._tree import PyTree, copy_shared, is_array
 from optax_mp.wrappers._arguments import check_opt_state, warn_unless_state
 
 # Fields of optax's states, and ours, that count the steps of an optimizer.

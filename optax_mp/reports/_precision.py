@@ -11,15 +11,18 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_mp._jax._contact import is_transposed
-from optax_mp._jax._jaxpr import ClosedJaxpr, any_equation, evaluate
-from optax_mp._jax._traced import TracedCall, explain_carry_error, is_dynamic, is_output
+from optax_mp._jax._jaxpr import (
+    ClosedJaxpr,
+    TracedCall,
+    any_equation,
+    evaluate,
+    explain_carry_error,
+    is_dynamic,
+    is_output,
+)
 from optax_mp._table import Report, Table, percent
 from optax_mp.autocast._changes import pure_call
-from optax_mp.reports._precision_walk import (
-    PrecisionProduct,
-    Walk,
-    cause_of_input,
-)
+from optax_mp.reports._precision_walk import PrecisionProduct, Walk, cause_of_input
 from optax_mp.trees._tree import is_inexact
 
 # By how much a table is cut. The report itself holds all.

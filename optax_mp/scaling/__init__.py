@@ -9,11 +9,11 @@ All public names are in `optax_mp`. One module each:
 - `_rule`: how the scale grows and shrinks, as a pure function of three counters, and
   checks of its settings.
 - `_unscale`: multiply and divide trees by a scale in float32, check them, and mark a
-  skipped step for later links of a chain.
+  skipped step for later links of a chain. Leaves that are replaced by their gradient,
+  as in flax's fp8 layers, are left out.
 - `_state`: `LossScaleState`, how to find it in any optimizer state, and
   `check_loss_scale`, which stops a run that skips too many steps.
 - `_loss_scaling`: `dynamic_loss_scale` and `static_loss_scale`, for optax.
-- `_overwrite`: leaves that are replaced by their gradient, as in flax's fp8 layers.
 - `_gradients`: gradients of a scaled loss, for loops with an optimizer state.
 - `_values`: loss scales for loops without an optimizer state.
 """

@@ -8,12 +8,7 @@ import optax
 from jax import lax
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._warnings import event_counts, warn
-from optax_mp.scaling._overwrite import (
-    hand_on_overwritten,
-    hide_overwritten,
-    update_overwritten,
-)
+from optax_mp._warnings import event_counts, warn, warn_unless_scaled
 from optax_mp.scaling._rule import (
     LARGEST_COUNT,
     ScaleRule,
@@ -22,14 +17,26 @@ from optax_mp.scaling._rule import (
     check_settings,
     count_up,
 )
-from optax_mp.scaling._state import LossScaleState, warn_unless_scaled
-from optax_mp.scaling._unscale import ALL_FINITE, divide, mark_skipped, unscale
-from optax_mp.trees._copies import copy_shared
-from optax_mp.trees._tree import all_finite
-from optax_mp.wrappers._arguments import check_own_state, explain_keywords
+from optax_mp.scaling._state import LossScaleState
+from optax_mp.scaling._unscale import (
+    ALL_FINITE,
+    divide,
+    hand_on_overwritten,
+    hide_overwritten,
+    mark_skipped,
+    unscale,
+    update_overwritten,
+)
+from optax_mp.trees._tree import all_finite, copy_shared
+from optax_mp.wrappers._arguments import explain_keywords
 from optax_mp.wrappers._choose import choose_step
 from optax_mp.wrappers._context import Transformation
-from optax_mp.wrappers._inner import as_transformation, check_gradients, update_inner
+from optax_mp.wrappers._inner import (
+    as_transformation,
+    check_gradients,
+    check_own_state,
+    update_inner,
+)
 
 
 @explain_keywords(

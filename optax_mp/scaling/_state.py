@@ -9,13 +9,19 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._warnings import event_counts, is_loss_scaled, warn
+from optax_mp._warnings import warn, warn_unless_scaled
 from optax_mp.scaling._rule import check_number
 from optax_mp.trees._boxes import plain, plain_trees
-from optax_mp.trees._copies import copy_shared
 from optax_mp.trees._leaves import is_absent
 from optax_mp.trees._states import check_classes, find_states, inner_field
-from optax_mp.trees._tree import describe, is_array, is_floating, nonfinite_paths, spell
+from optax_mp.trees._tree import (
+    copy_shared,
+    describe,
+    is_array,
+    is_floating,
+    nonfinite_paths,
+    spell,
+)
 from optax_mp.wrappers._arguments import check_opt_state, warn_unless_state
 from optax_mp.wrappers._nesting import check_nesting
 
@@ -309,23 +315,6 @@ def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
     if 0 <= index < len(paths) and not are_masked:
         return spell(paths[index])
     return f"number {index} of the gradients that the loss scale sees, counted from 0"
-
-
-def warn_unless_scaled(caller: str, scale: str) -> None:
-    """Warn if no loss was scaled in this process.
-
-    Args:
-        caller: the public function that the user called.
-        scale: what to say of the loss scale.
-    """
-    if not is_loss_scaled(event_counts()):
-        warn(
-            f"{caller}: the loss scale {scale}, and no loss was scaled in this "
-            "process, so gradients are probably not scaled. They are divided by the "
-            "scale all the same: take them with `optax_mp.value_and_grad(loss)("
-            "opt_state, params, ...)`, or of `optax_mp.scale_loss(loss, opt_state)`. "
-            "Without float16, `optax_mp.static_loss_scale` skips non-finite steps."
-        )
 
 
 def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:

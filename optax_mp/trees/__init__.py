@@ -1,9 +1,8 @@
 """Trees of arrays: params, gradients, and the states of optimizers.
 
-- `_tree`: casts, checks and descriptions of the leaves of any tree.
+- `_tree`: casts, checks, copies and descriptions of the leaves of any tree.
 - `_boxes`: framework boxes around single arrays.
 - `_leaves`: the leaves of one tree with their paths, and other trees matched to it.
-- `_copies`: copies of arrays that something else also holds.
 - `_typed`: NamedTuples whose type carries a setting.
 - `_quantized`: the low-bit array.
 - `_states`: find and map states, and find the param of each leaf.

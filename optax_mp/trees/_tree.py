@@ -1,4 +1,4 @@
-"""Casts, checks and paths over pytrees: only what `optax.tree` lacks."""
+"""Casts, checks, copies and paths over pytrees: only what `optax.tree` lacks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -271,3 +271,24 @@ def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
             "`jax.tree.map(lambda p: p.sharding, params)`."
         ) from error
     return jax.tree.structure(params).flatten_up_to(spread)
+
+
+def copy_shared(state: PyTree, others: PyTree) -> PyTree:
+    """Copy each array of `state` that `others` or another of its leaves also holds.
+
+    Then all can be donated. Some optimizers keep the params given to `init`, or
+    the same zeros in two places. Under `jit` a copy costs nothing. Arrays of weak types
+    are copied as well, with a strong one.
+    """
+    seen = {id(leaf) for leaf in jax.tree.leaves(others)}
+
+    def copy_if_seen(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):  # NumPy arrays cannot be donated.
+            return leaf
+        # A weak type would become a strong one at the first step.
+        if id(leaf) in seen or getattr(leaf, "weak_type", False):
+            leaf = jnp.array(leaf, leaf.dtype, copy=True)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(copy_if_seen, state)

@@ -17,14 +17,11 @@ from optax_mp._warnings import warn
 from optax_mp.trees._states import holds_state, nodes_of
 from optax_mp.trees._tree import is_array, is_floating, spell, summarize
 
-_UPDATE = "`tx.update(grads, state, params)`"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def explain_keywords(
-    **foreign: str,
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def explain_keywords(**foreign: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorate a public function: an unknown keyword raises and names the right one.
 
     Args:
@@ -131,26 +128,6 @@ def check_bool(argument: str, value: Any) -> bool:
             "out for the default."
         )
     return bool(value)
-
-
-def check_own_state(state: Any, kind: type, caller: str) -> None:
-    """Raise unless the `state` given to `update` is of the kind that `init` makes."""
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"{caller}: expected `state` to be the {kind.__name__} that `init` of this "
-            f"transform returns, got {summarize(state)}; call {_UPDATE}, and convert "
-            "a state without this transform with `optax_mp.convert_opt_state`."
-        )
-
-
-def require_params(params: Any, caller: str) -> Any:
-    """Return the params that `update` was called with, or raise."""
-    if params is None:
-        raise ValueError(
-            f"{caller}: expected the current params as `params`, got None; call "
-            f"{_UPDATE}."
-        )
-    return params
 
 
 def check_init_params(params: Any, caller: str) -> Any:

@@ -19,10 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._jax._arrays import is_array, is_traced
-from optax_mp._jax._jaxpr import Equation, bind, evaluate
-from optax_mp._jax._memory import is_on_host, to_device, to_host
-from optax_mp._jax._traced import TracedCall, is_dynamic
+from optax_mp._jax._arrays import is_array, is_on_host, is_traced, to_device, to_host
+from optax_mp._jax._jaxpr import Equation, TracedCall, bind, evaluate, is_dynamic
 from optax_mp.trees._leaves import Leaves
 from optax_mp.wrappers._context import Choice, context_of, with_context
 

@@ -11,8 +11,8 @@ import optax
 from jax import lax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._arrays import is_on_host
+from optax_mp._jax._jaxpr import TracedCall
 from optax_mp._warnings import warn
 from optax_mp.trees._leaves import ABSENT, Leaves
 from optax_mp.trees._tree import (
@@ -22,9 +22,12 @@ from optax_mp.trees._tree import (
     is_floating,
     is_inexact,
     spell,
+    summarize,
 )
 from optax_mp.wrappers._choose import choose_on_host
 from optax_mp.wrappers._context import Transformation, context_of, without_context
+
+_UPDATE = "`tx.update(grads, state, params)`"
 
 
 def as_transformation(
@@ -48,6 +51,26 @@ def as_transformation(
             "`optax.adamw(1e-3)`."
         )
     return optax.with_extra_args_support(inner)
+
+
+def check_own_state(state: Any, kind: type, caller: str) -> None:
+    """Raise unless the `state` given to `update` is of the kind that `init` makes."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{caller}: expected `state` to be the {kind.__name__} that `init` of this "
+            f"transform returns, got {summarize(state)}; call {_UPDATE}, and convert "
+            "a state without this transform with `optax_mp.convert_opt_state`."
+        )
+
+
+def require_params(params: Any, caller: str) -> Any:
+    """Return the params that `update` was called with, or raise."""
+    if params is None:
+        raise ValueError(
+            f"{caller}: expected the current params as `params`, got None; call "
+            f"{_UPDATE}."
+        )
+    return params
 
 
 def as_inner_param(param: Any) -> Any:

@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 
 from optax_mp._jax._arrays import describe
-from optax_mp._jax._jaxpr import evaluate
-from optax_mp._jax._traced import (
+from optax_mp._jax._jaxpr import (
     TracedCall,
+    evaluate,
     explain_carry_error,
     is_dynamic,
     is_output,
