@@ -18,8 +18,7 @@ PACKAGE = HERE.parent / "optax_mp"
 SHARED = "Messages of several functions"
 # What a shared message is about, by the file or the folder of its code.
 HEADINGS = {
-    "_arguments": "Arguments in the wrong place",
-    "_nesting": "Transforms in the wrong order",
+    "_mistakes": "Arguments and transforms in the wrong place",
     "_dtypes": "Dtypes",
     "_inner": "The wrapped optimizer, its arguments and its state",
     "_leaves": "Trees that do not match",

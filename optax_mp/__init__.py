@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
     # Many devices.
     from optax_mp.devices._offload import offload
-    from optax_mp.devices._state_shardings import state_shardings
+    from optax_mp.devices._shardings import state_shardings
     from optax_mp.devices._sum import sum_gradients
     from optax_mp.devices._zero1 import zero1
 
@@ -77,8 +77,7 @@ if TYPE_CHECKING:
     # loses, and how much memory is needed.
     from optax_mp.reports._precision import precision_report
     from optax_mp.reports._metrics import metrics
-    from optax_mp.reports._gradient_range import gradient_range_report
-    from optax_mp.reports._updates import update_report
+    from optax_mp.reports._counts import gradient_range_report, update_report
     from optax_mp.reports._memory_report import memory_report
     from optax_mp.reports._step_report import step_report
     from optax_mp.reports._collectives import collectives_report
@@ -113,15 +112,14 @@ _HOMES = {
     "release._release": "release_gradients",
     "release._scan": "scan_layers",
     "devices._offload": "offload",
-    "devices._state_shardings": "state_shardings",
+    "devices._shardings": "state_shardings",
     "devices._sum": "sum_gradients",
     "devices._zero1": "zero1",
     "checkpoints._check": "check_checkpoint",
     "checkpoints._convert": "convert_opt_state",
     "reports._precision": "precision_report",
     "reports._metrics": "metrics",
-    "reports._gradient_range": "gradient_range_report",
-    "reports._updates": "update_report",
+    "reports._counts": "gradient_range_report update_report",
     "reports._memory_report": "memory_report",
     "reports._step_report": "step_report",
     "reports._collectives": "collectives_report",

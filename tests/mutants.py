@@ -115,7 +115,7 @@ devices/_zero1.py | last = i if is_large else last | last = None | devices/test_
 devices/_sum.py | jnp.float32 if scatter else dtype, 0, part | dtype, 0, part | devices/test_sum.py
 devices/_sum.py | start = -jnp.zeros_like | start = jnp.zeros_like | devices/test_sum.py
 devices/_sum.py | return total + x.astype(jnp.float32), None | return (total.astype(x.dtype) + x).astype(jnp.float32), None | devices/test_sum.py
-devices/_cut.py | if any(name in names for names in whole for name in axes): | if False: | devices/test_zero1.py devices/test_sharding.py
+devices/_shardings.py | if any(name in names for names in whole for name in axes): | if False: | devices/test_zero1.py devices/test_sharding.py
 checkpoints/_check.py | return "another shape" | return "" | checkpoints/test_checkpoints.py
 checkpoints/_convert.py | wrapper = type(node)(**old._asdict()) | wrapper = node | checkpoints/test_convert.py
 checkpoints/_convert.py | weights = cast_floating(weights, jnp.float32)  # as | weights = cast_floating(weights, jnp.bfloat16)  # as | checkpoints/test_convert.py
@@ -128,8 +128,8 @@ autocast/_derivatives.py | params = params &#124; {"preferred_element_type": jnp
 autocast/_derivatives.py | rounded = cotangent.astype(low) | rounded = cotangent | amp/test_low_f32.py
 autocast/_derivatives.py | cast(tangent, x.dtype) if depends else SymbolicZero.from_primal_value(x) | cast(tangent, x.dtype) | amp/test_amp_symbolic_zeros.py
 reports/_memory_report.py | if quantized or is_floating(leaf) else count | if is_floating(leaf) else count | reports/test_memory.py
-reports/_gradient_range.py | is_zero = middles < smallest / 2 | is_zero = middles < smallest | reports/test_gradient_range.py
-reports/_updates.py | jnp.where(moves, _MOVED, _STALLED) | jnp.where(moves, _STALLED, _MOVED) | reports/test_updates.py
+reports/_counts.py | is_zero = middles < smallest / 2 | is_zero = middles < smallest | reports/test_gradient_range.py
+reports/_counts.py | jnp.where(moves, _MOVED, _STALLED) | jnp.where(moves, _STALLED, _MOVED) | reports/test_updates.py
 reports/_collectives.py | {"all-reduce": 2 * share | {"all-reduce": share | reports/test_collectives.py
 reports/_metrics.py | if len(find_states(x, optax.MultiStepsState)) == 1] | if True] | reports/test_metrics.py
 """

@@ -5,7 +5,8 @@ It imports nothing else of the package but its warnings.
 - `_contact`: names of classes and texts of programs in JAX, each tested at first use.
 - `_jaxpr`: read, run and trace jaxprs, also of a call of a function of pytrees.
 - `_source`: the scopes and lines where an equation is written.
-- `_primitives`: facts of each primitive, in one table; products and their FLOPs.
+- `_primitives`: facts of each primitive, in one table; products and their FLOPs; what
+  a primitive is defined with.
 - `_control_flow`: equations with jaxprs inside, which values go where in them, and
   searches along these. Add support for another one here.
 - `_dataflow`: which outputs of a jaxpr depend on its inputs, and how: decayed as in an
@@ -13,7 +14,6 @@ It imports nothing else of the package but its warnings.
 - `_arrays`: facts of one array: whether it is traced, its type, and its memory.
 - `_sharding`: shard one array like another, by its type or by a hint to XLA.
 - `_block_operations`: between elements and the scales of their blocks.
-- `_rules`: what an operation is defined with.
 - `_experimental`: the door to `jax.experimental`, and what needs it: layouts, and
   functions that XLA for CPUs must not inline.
 """

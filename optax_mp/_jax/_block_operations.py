@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_mp._jax._rules import Primitive, ad, batching, mlir
+from optax_mp._jax._primitives import Primitive, ad, batching, mlir
 
 SPREAD, LARGEST = "spread", "largest"
 

@@ -11,6 +11,13 @@ multiplication and an addition are two FLOPs.
 import math
 from typing import Any
 
+# A primitive of this package is defined with these.
+from jax.extend.core import Primitive as Primitive
+from jax.extend.mlir import ir as ir
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+
 from optax_mp._jax._jaxpr import Equation
 
 # The kinds of primitives; one primitive may be of several.

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import is_traced, mesh_in_type, sharding_in_type
-from optax_mp._jax._rules import Primitive, ad, batching, mlir
+from optax_mp._jax._primitives import Primitive, ad, batching, mlir
 
 # The names of the mesh axes that one axis of an array is sharded over.
 MeshAxes = tuple[str, ...]

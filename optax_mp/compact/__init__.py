@@ -14,8 +14,8 @@ half a unit in the last place are lost if they are always rounded to nearest.
 - `_low_bit`: the transform.
 - `_blocks`: from an array to a `Quantized`, and back.
 - `_code_choice`: its settings, and which arrays get which codes. A trace of the update
-  shows arrays that are never negative (`_signs`), and those that must stay in full
-  precision (`_full_precision`).
+  shows those that must stay in full precision, and those that are never negative
+  (`_signs`).
 - `_stochastic`: the other transform.
 - `_accumulator`: sums of gradients over micro-batches, in 32 or 16 bits.
 - `_random_numbers`: stochastic rounding, for all of them.

@@ -17,7 +17,7 @@ from optax_mp.compact._random_numbers import (
     rounding_keys,
 )
 from optax_mp.trees._tree import PyTree, all_finite, describe, is_floating, spell
-from optax_mp.wrappers._arguments import check_bool
+from optax_mp.wrappers._mistakes import check_bool
 
 _CALLER = "gradient_accumulator"
 

@@ -19,7 +19,6 @@ from optax_mp.trees._quantized import Code, is_quantized, new_quantized
 from optax_mp.trees._states import inner_field
 from optax_mp.trees._tree import PyTree, copy_shared, describe, is_floating, spell
 from optax_mp.trees._typed import type_with
-from optax_mp.wrappers._arguments import check_whole_number
 from optax_mp.wrappers._context import Transformation
 from optax_mp.wrappers._inner import (
     as_transformation,
@@ -27,6 +26,7 @@ from optax_mp.wrappers._inner import (
     check_own_state,
     update_inner,
 )
+from optax_mp.wrappers._mistakes import check_whole_number
 
 _CALLER = "low_bit_state"
 # So that the random numbers differ from the numbers of `stochastic_rounding` with the

@@ -24,11 +24,10 @@ from optax_mp._jax._arrays import (
 )
 from optax_mp._jax._jaxpr import NOT_TRACEABLE, TracedCall
 from optax_mp._warnings import warn
-from optax_mp.devices._state_shardings import like_params
+from optax_mp.devices._shardings import like_params
 from optax_mp.trees._descriptions import place_like_params, spread_shardings
 from optax_mp.trees._states import Path
 from optax_mp.trees._tree import copy_shared, describe, is_array, spell
-from optax_mp.wrappers._arguments import check_whole_number
 from optax_mp.wrappers._context import (
     Choice,
     Plan,
@@ -38,6 +37,7 @@ from optax_mp.wrappers._context import (
     without_context,
 )
 from optax_mp.wrappers._inner import as_transformation
+from optax_mp.wrappers._mistakes import check_whole_number
 
 _CALLER = "offload"
 

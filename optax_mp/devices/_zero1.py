@@ -18,16 +18,16 @@ from optax_mp._jax._arrays import is_on_host
 from optax_mp._jax._jaxpr import TracedCall, is_dynamic
 from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
 from optax_mp._warnings import warn
-from optax_mp.devices._cut import (
+from optax_mp.devices._shardings import (
     Cut,
     check_spec,
     choose_cut,
     divides,
     known_spec,
+    like_params,
     shard,
     specs_of_params,
 )
-from optax_mp.devices._state_shardings import like_params
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
 from optax_mp.trees._descriptions import fill_spec, place_like_params
 from optax_mp.trees._leaves import Leaves, is_absent

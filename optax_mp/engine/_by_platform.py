@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax._control_flow import STEP
 from optax_mp._jax._jaxpr import Equation, bind
-from optax_mp._jax._rules import Primitive, ad, batching, ir, mlir
+from optax_mp._jax._primitives import Primitive, ad, batching, ir, mlir
 from optax_mp._warnings import warn_once
 from optax_mp.engine._lowered import sharding_of, widened_from
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._contact import BFLOAT, FLOAT, MESH, Ask, tried
-from optax_mp._jax._rules import Primitive, mlir
+from optax_mp._jax._primitives import Primitive, mlir
 
 _CONVERT = "stablehlo.convert"
 # Shardy's text for axes of an array, each over none, one or more axes of a mesh whose

@@ -22,8 +22,7 @@ from optax_mp.trees._boxes import plain_trees
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._states import check_classes, find_states, map_states
 from optax_mp.trees._tree import copy_shared, describe, in_float32, is_floating, spell
-from optax_mp.wrappers._arguments import check_state_first
-from optax_mp.wrappers._nesting import check_nesting
+from optax_mp.wrappers._mistakes import check_nesting, check_state_first
 
 
 def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:

@@ -31,7 +31,6 @@ from optax_mp.trees._descriptions import spread_shardings
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._states import check_classes, find_states, inner_field
 from optax_mp.trees._tree import copy_shared, is_inexact
-from optax_mp.wrappers._arguments import check_whole_number
 from optax_mp.wrappers._choose import select
 from optax_mp.wrappers._context import (
     Choice,
@@ -47,6 +46,7 @@ from optax_mp.wrappers._inner import (
     require_params,
     update_inner,
 )
+from optax_mp.wrappers._mistakes import check_whole_number
 
 _CALLER = "with_average"
 # How far the average may be behind by default, as a share of its distance: half of it.

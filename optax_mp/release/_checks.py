@@ -19,7 +19,7 @@ from optax_mp.scaling._state import LossScaleState
 from optax_mp.trees._boxes import plain
 from optax_mp.trees._states import find_states
 from optax_mp.trees._tree import describe, in_float32, is_array, only_inexact, spell
-from optax_mp.wrappers._arguments import check_state_first
+from optax_mp.wrappers._mistakes import check_state_first
 
 CALLER = "release_gradients"
 

@@ -24,7 +24,7 @@ from optax_mp.trees._tree import (
     spell,
     summarize,
 )
-from optax_mp.wrappers._arguments import check_state_first
+from optax_mp.wrappers._mistakes import check_state_first
 
 _PARAMS, _REST = "params", "rest"
 _SCALES = {"scales": "block scales", "shifts": "column scales"}

@@ -13,7 +13,7 @@ from optax_mp.scaling._state import LossScaleState
 from optax_mp.trees._boxes import plain
 from optax_mp.trees._states import Path, check_classes, find_states
 from optax_mp.trees._tree import PyTree, copy_shared, is_array
-from optax_mp.wrappers._arguments import check_opt_state, warn_unless_state
+from optax_mp.wrappers._mistakes import check_opt_state, warn_unless_state
 
 # Fields of optax's states, and ours, that count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")

@@ -24,7 +24,7 @@ from optax_mp.trees._tree import (
     only_inexact,
     summarize,
 )
-from optax_mp.wrappers._arguments import check_state_first
+from optax_mp.wrappers._mistakes import check_state_first
 
 
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:

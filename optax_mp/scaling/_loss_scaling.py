@@ -28,7 +28,6 @@ from optax_mp.scaling._unscale import (
     update_overwritten,
 )
 from optax_mp.trees._tree import all_finite, copy_shared
-from optax_mp.wrappers._arguments import explain_keywords
 from optax_mp.wrappers._choose import choose_step
 from optax_mp.wrappers._context import Transformation
 from optax_mp.wrappers._inner import (
@@ -37,6 +36,7 @@ from optax_mp.wrappers._inner import (
     check_own_state,
     update_inner,
 )
+from optax_mp.wrappers._mistakes import explain_keywords
 
 
 @explain_keywords(

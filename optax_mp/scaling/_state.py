@@ -22,8 +22,11 @@ from optax_mp.trees._tree import (
     nonfinite_paths,
     spell,
 )
-from optax_mp.wrappers._arguments import check_opt_state, warn_unless_state
-from optax_mp.wrappers._nesting import check_nesting
+from optax_mp.wrappers._mistakes import (
+    check_nesting,
+    check_opt_state,
+    warn_unless_state,
+)
 
 # A param of this size is a sign that training has diverged: float16 ends at 65504.
 _LARGE_PARAM = 1e4

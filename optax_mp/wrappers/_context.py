@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_mp.trees._descriptions import init_or_describe
-from optax_mp.wrappers._arguments import check_init_params
+from optax_mp.wrappers._mistakes import check_init_params
 
 # Whether to take a step: a plain bool if it is not traced.
 Choice = jax.Array | bool

@@ -16,7 +16,7 @@ from steps import by_take_step, by_update
 
 import optax_mp
 from optax_mp.devices import _zero1
-from optax_mp.devices._cut import choose_cut
+from optax_mp.devices._shardings import choose_cut
 
 pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 ADAMW = optax.adamw(1e-2)
