@@ -17,8 +17,6 @@ from optax_mp.wrappers._inner import as_transformation, or_no_change
 # Takes what a step reads, and what it replaces; returns its result, and that anew.
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
-Gather = Callable[[Any, Any], tuple[Any, Any]]
-
 
 def take_step(
     tx: optax.GradientTransformation,
@@ -131,12 +129,12 @@ def bind_step(
     params: optax.Params,
     param_shardings: Any,
     extra_args: dict[str, Any],
-) -> tuple[StepFn, Any, Any, list[NamedSharding | None], Gather]:
+) -> tuple[StepFn, Any, Any, list[NamedSharding | None], Callable[..., Any]]:
     """Return the arguments of `run_step` for the function `name`.
 
     And from the new params and state of that step to those of `tx`.
     """
-    gather: Gather = lambda params, opt_state: (params, opt_state)  # noqa: E731
+    gather: Callable[..., Any] = lambda *whole: whole  # noqa: E731
     update = as_transformation(tx, name, "tx").update
     shardings: list[Any] | None = None
     if in_parts := getattr(tx, "in_parts", None):

@@ -317,7 +317,11 @@ class TracedCall:
         if jit_name is not None:
             flat_function.__name__ = flat_function.__qualname__ = jit_name
             traced = jax.jit(flat_function)
-        arrays = [_as_jax(leaves[i]) for i in places]
+        # Only NumPy arrays: a mutable reference (`jax.Ref`) must not become an array.
+        arrays = [
+            jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+            for x in (leaves[i] for i in places)
+        ]
         closed = jax.make_jaxpr(traced)(arrays)
         return cls(closed, arrays, places, len(leaves), outputs, treedef)
 
@@ -366,8 +370,3 @@ class _OutputArray(jax.ShapeDtypeStruct):
 def is_output(leaf: Any) -> bool:
     """Return whether a leaf of `TracedCall.outputs` stands for an array."""
     return isinstance(leaf, _OutputArray)
-
-
-def _as_jax(x: Any) -> Any:
-    # Only NumPy arrays: a mutable reference (`jax.Ref`) must not become an array.
-    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x

@@ -91,23 +91,18 @@ factors               -           -       schur householder_product geqrf geqp3
 _ROWS = [line.replace("*", "").split() for line in _TABLE.strip().splitlines()]
 
 
-def _of_kind(kind: str) -> frozenset[str]:
-    """Return the primitives of a kind."""
-    rows = (row for row in _ROWS if kind in row[0].split(","))
+def _with(word: str, column: int = 0) -> frozenset[str]:
+    """Return the primitives with a word in a column; by default, for their kind."""
+    rows = (row for row in _ROWS if word in row[column].split(","))
     return frozenset(name for row in rows for name in row[3:])
 
 
-def _of_sign(word: str) -> frozenset[str]:
-    """Return the primitives with a word for the sign of their output."""
-    return frozenset(name for row in _ROWS if row[2] == word for name in row[3:])
-
-
-ELEMENTWISE, COMPARISONS = _of_kind("elementwise"), _of_kind("compares")
+ELEMENTWISE, COMPARISONS = _with("elementwise"), _with("compares")
 IN_KERNELS = frozenset(word[:-1] for word in _TABLE.split() if word[-1] == "*")
-REPEATS, HANDS_ON = _of_kind("repeats"), _of_kind("hands_on")
-MOVES = _of_kind("moves") | REPEATS
-JOINS, PRODUCTS, FACTORIZATIONS = map(_of_kind, ("joins", "product", "factors"))
-NEVER_NEGATIVE, KEEPS_SIGN = map(_of_sign, ("always", "keeps"))
+REPEATS, HANDS_ON = _with("repeats"), _with("hands_on")
+MOVES = _with("moves") | REPEATS
+JOINS, PRODUCTS, FACTORIZATIONS = map(_with, ("joins", "product", "factors"))
+NEVER_NEGATIVE, KEEPS_SIGN = _with("always", 2), _with("keeps", 2)
 # How amp treats a primitive by default. Those not listed run as written.
 AMP_WORDS = {name: row[1] for row in _ROWS if row[1] != "-" for name in row[3:]}
 

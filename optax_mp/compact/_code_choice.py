@@ -102,12 +102,8 @@ class CodeFormat:
                     f"low_bit_state: expected `{name}` to be 8 or 16, got {value!r}; "
                     "pass 8 for the smallest state, 16 for the more exact one."
                 )
-        if (
-            not isinstance(block_size, Integral)
-            or isinstance(block_size, bool)
-            or block_size < 1
-            or block_size & (block_size - 1)
-        ):
+        is_whole = isinstance(block_size, Integral) and not isinstance(block_size, bool)
+        if not is_whole or block_size < 1 or block_size & (block_size - 1):
             raise ValueError(
                 "low_bit_state: expected `block_size` to be a power of two, got "
                 f"{block_size!r}; leave it out for 32."

@@ -1,12 +1,11 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._arrays import (
@@ -26,7 +25,6 @@ from optax_mp._jax._jaxpr import NOT_TRACEABLE, TracedCall
 from optax_mp._warnings import warn
 from optax_mp.devices._shardings import like_params
 from optax_mp.trees._descriptions import place_like_params, spread_shardings
-from optax_mp.trees._states import Path
 from optax_mp.trees._tree import copy_shared, describe, is_array, spell
 from optax_mp.wrappers._context import (
     Choice,
@@ -167,7 +165,9 @@ def offload(
         given, state = (updates, params, traced), on_host(state, min_size)
         if context.is_in_take_step:
             return run_on_device(step, given, state, context.proceed)
-        of_params = _shardings_of(params, context.part_shardings, param_shardings)
+        of_params = spread_shardings(
+            params, param_shardings, _CALLER, context.part_shardings
+        )
         shardings = like_params(state, params, of_params)
         plan = Plan(min_size, chunk_bytes, shardings)
         result = step_from_host(step_between, given, state, plan, context.proceed)
@@ -281,14 +281,3 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
                 "`offload` into another."
             )
             return
-
-
-def _shardings_of(
-    params: Any,
-    parts: Mapping[tuple[Path, tuple[int, ...]], NamedSharding] | None,
-    param_shardings: Any,
-) -> Sequence[NamedSharding | None]:
-    """Return how the params are sharded, as `zero1` or the user says it."""
-    if parts is None:
-        return spread_shardings(params, param_shardings, _CALLER)
-    return [parts.get((x, jnp.shape(y))) for x, y in tree_leaves_with_path(params)]

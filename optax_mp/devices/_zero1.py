@@ -325,9 +325,8 @@ def _warn_if_elsewhere(
     state: optax.OptState, shardings: Sequence[NamedSharding | None]
 ) -> None:
     """Warn if a state is not cut as its params are, as far as arrays or types say."""
-    for (path, leaf), wanted in zip(
-        tree_leaves_with_path(state), shardings, strict=True
-    ):
+    leaves = tree_leaves_with_path(state)
+    for (path, leaf), wanted in zip(leaves, shardings, strict=True):
         spec = known_spec(leaf) if wanted else None
         if spec is None or wanted is None or _cuts_alike(spec, wanted, leaf.ndim):
             continue

@@ -64,14 +64,20 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     """
     caller = "master_params"
     opt_state, params, leaves = read_arguments(opt_state, params, caller)
-    states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
-    if not states:
+    if not find_states(opt_state, MixedPrecisionState):
         check_classes(opt_state, caller)
         return copy_shared(in_float32(params), params)
-    weights = list(leaves.values)
-    for i, _, _, master in decode_all(leaves, states):
+    weights = leaves.unflatten(weights_of(opt_state, leaves))
+    return copy_shared(weights, (opt_state, params))
+
+
+def weights_of(opt_state: Any, params: Leaves) -> list[Any]:
+    """Return the masters, and the params that have none."""
+    weights = list(params.values)
+    states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
+    for i, _, _, master in decode_all(params, states):
         weights[i] = master
-    return copy_shared(leaves.unflatten(weights), (opt_state, params))
+    return weights
 
 
 def read_arguments(

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
 
 from optax_mp._dtypes import at_least_float32
 from optax_mp._jax._arrays import (
@@ -23,8 +22,9 @@ from optax_mp._jax._arrays import (
 from optax_mp._jax._jaxpr import TracedCall
 from optax_mp._take_step import apply_updates
 from optax_mp.devices._offload import check_kind, check_memory_of, on_host
-from optax_mp.masters._access import decode_all, read_arguments
+from optax_mp.masters._access import read_arguments, weights_of
 from optax_mp.masters._storage import MixedPrecisionState
+from optax_mp.scaling._rule import check_number
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.scaling._unscale import is_unmarked
 from optax_mp.trees._descriptions import spread_shardings
@@ -161,7 +161,7 @@ def with_average(
             check_memory_of(params, _CALLER)
         inner_state = copy_shared(inner.init(params), params)
         leaves = Leaves.of(params, caller=_CALLER)
-        first = _copies(_weights(inner_state, leaves), leaves, memory_kind)
+        first = _copies(weights_of(inner_state, leaves), leaves, memory_kind)
         return AverageState(first, jnp.zeros((), jnp.int32), inner_state)
 
     def update_fn(
@@ -187,10 +187,9 @@ def with_average(
             return update_inner(inner, grads, inner_state, params, extra, _CALLER)
 
         args = updates, state.inner_state, params, extra_args
-        of_inner = getattr(inner, "in_parts", None)
-        part = (
-            of_inner(*args) if of_inner else PartStep(inner_update, *args, None, None)
-        )
+        part = PartStep(inner_update, *args, None, None)
+        if of_inner := getattr(inner, "in_parts", None):
+            part = of_inner(*args)
 
         def gather(*new: Any) -> tuple[Any, AverageState]:
             params, inner_state = part.cuts.gather(*new) if part.cuts else new
@@ -215,15 +214,6 @@ def _context_of(updates: Any, state: Any, params: Any, extra_args: Any) -> Conte
     return replace(context, proceed=proceed)
 
 
-def _weights(inner_state: Any, params: Leaves) -> list[Any]:
-    """Return the masters, and the params that have none."""
-    weights = list(params.values)
-    states = [state for _, state in find_states(inner_state, MixedPrecisionState)]
-    for i, _, _, master in decode_all(params, states):
-        weights[i] = master
-    return weights
-
-
 def _copies(weights: Sequence[Any], params: Leaves, memory_kind: Any) -> Any:
     """Return an average that is equal to the weights."""
 
@@ -231,11 +221,9 @@ def _copies(weights: Sequence[Any], params: Leaves, memory_kind: Any) -> Any:
         if not is_inexact(weight):
             return optax.MaskedNode()
         made = jnp.array(weight, at_least_float32(weight.dtype), copy=True)
-        return (
-            with_explicit_memory_kind(on_host(made, _PLAN.min_size))
-            if memory_kind
-            else made
-        )
+        if memory_kind is None:
+            return made
+        return with_explicit_memory_kind(on_host(made, _PLAN.min_size))
 
     return params.unflatten(map(copy, weights))
 
@@ -276,12 +264,8 @@ class _Average(NamedTuple):
         cls, decay: Any, every: Any, start: Any, memory_kind: Any, param_shardings: Any
     ) -> "_Average":
         """Return the settings, or raise."""
-        is_number = isinstance(decay, int | float)
-        if not is_number or not 0 <= decay < 1:
-            raise (ValueError if is_number else TypeError)(
-                f"{_CALLER}: expected `decay` to be a number of at least 0 and less "
-                f"than 1, such as 0.999, got {decay!r}."
-            )
+        expected = "a number of at least 0 and less than 1, such as 0.999"
+        check_number(f"{_CALLER}: `decay`", decay, expected, lambda x: 0 <= x < 1)
         if every is None:
             # 1 - 0.999 is a little more than 0.001.
             every = max(1, int(_MOST_AT_ONCE / (1 - decay) * (1 + 1e-9)))
@@ -307,7 +291,7 @@ class _Average(NamedTuple):
             for i, x in zip(moved, source[0], strict=True):
                 values[i] = x
             now = Leaves.of(leaves.unflatten(values), caller=_CALLER)
-            weights = _weights(source[1], now)
+            weights = weights_of(source[1], now)
             pairs = [(weights[i], x) for i, x in zip(moved, old, strict=True)]
             return [self._blend(count, *pair) for pair in pairs]
 
@@ -317,8 +301,10 @@ class _Average(NamedTuple):
         given = [leaves.values[i] for i in moved], states, [average[i] for i in moved]
         *source, old = given
         if any(map(is_on_host, jax.tree.leaves(given))) and not context.is_in_take_step:
-            shardings = self._shardings(leaves, params, context, moved)
-            plan = _PLAN._replace(shardings=shardings)
+            found = spread_shardings(
+                params, self.param_shardings, _CALLER, context.part_shardings
+            )
+            plan = _PLAN._replace(shardings=[found[i] for i in moved] if found else [])
             made = _run_from_host(advance, source, old, taken & is_due, plan)
         else:
             made = _run(advance, source, old, taken & is_due, context)
@@ -333,17 +319,6 @@ class _Average(NamedTuple):
         step_size = 1 - self.decay**self.every
         moved: Any = optax.incremental_update(weight, average, step_size)
         return lax.select(count <= self.start, weight, moved) if self.start else moved
-
-    def _shardings(
-        self, leaves: Leaves, params: Any, context: Context, moved: list[int]
-    ) -> list[NamedSharding | None]:
-        """Return how the leaves of the average are sharded; empty if not known."""
-        if (parts := context.part_shardings) is None:
-            found = spread_shardings(params, self.param_shardings, _CALLER)
-        else:
-            pairs = zip(leaves.paths, leaves.values, strict=True)
-            found = [parts.get((path, jnp.shape(x))) for path, x in pairs]
-        return [found[i] for i in moved] if found else []
 
 
 def _run(

@@ -224,15 +224,8 @@ class _Loop:
             before, grads, of_others, *of_consts = self.block_vjp(
                 saved, (used, others, *consts), (after, of_outputs)
             )
-            stepped = map(
-                ReleasedStack.step,
-                stacks,
-                grads,
-                to_device_tree(own_states),
-                weights,
-                factors,
-            )
-            new = tuple(map(list, zip(*stepped, strict=True)))
+            args = stacks, grads, to_device_tree(own_states), weights, factors
+            new = tuple(map(list, zip(*map(ReleasedStack.step, *args), strict=True)))
             # Layers and states are carried, and so overwritten in place: as outputs of
             # the loop they would exist twice.
             layers, states = _with_layer((layers, states), new, i)

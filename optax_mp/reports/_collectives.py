@@ -131,9 +131,8 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
     shardings = jax.tree.leaves(compiled.input_shardings)
     meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
     totals: Any = defaultdict(lambda: [0, 0])  # runs and bytes
-    for kind, arrays, devices, sum_dtype, runs in collectives_in(
-        compiled.as_text() or ""
-    ):
+    found = collectives_in(compiled.as_text() or "")
+    for kind, arrays, devices, sum_dtype, runs in found:
         axes = _axes_of(devices, meshes[0]) if meshes else []
         share = 1 - 1 / max(len(devices), 1)
         share = {"all-reduce": 2 * share, "collective-permute": 1}.get(kind, share)

@@ -294,16 +294,11 @@ class GradientRangeReport(LeafCounts):
         return ax
 
     def _cells(self, path: str | None) -> list[str]:
-        ranges = [astuple(self.in_format(name, path)) for name in FORMATS]
-        words = [
-            [
-                f"{percent(x)}{letter}"
-                for x, letter in zip(each, "uso", strict=True)
-                if x
-            ]
-            for each in ranges
-        ]
-        return [" ".join(each) or "0" for each in words]
+        def losses(name: str) -> str:
+            pairs = zip(astuple(self.in_format(name, path)), "uso", strict=True)
+            return " ".join(f"{percent(x)}{letter}" for x, letter in pairs if x) or "0"
+
+        return list(map(losses, FORMATS))
 
     def _conclusions(self) -> list[str]:
         if math.isnan(self.best_loss_scale()):

@@ -18,10 +18,7 @@ from optax_mp.wrappers._mistakes import check_opt_state, warn_unless_state
 # Fields of optax's states, and ours, that count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")
 # Fields of a loss scale that are logged by their names.
-_LOGGED = (
-    *("finite_count", "skipped_count", "total_skipped_count"),
-    *("last_finite", "dropped_count"),
-)
+_LOGGED = "finite_count skipped_count total_skipped_count last_finite dropped_count"
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # States whose counts start again, or at 1.
 _OTHER_COUNTS = (optax.contrib.ReduceLROnPlateauState, optax.contrib.ScheduleFreeState)
@@ -107,7 +104,7 @@ def _numbers(hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
 
 def _fields(state: LossScaleState) -> dict[str, jax.Array]:
     at_min_scale = jnp.asarray(state.hysteresis_left) < 0
-    logged = {x: getattr(state, x) for x in _LOGGED}
+    logged = {x: getattr(state, x) for x in _LOGGED.split()}
     return {"loss_scale": state.scale, **logged, "at_min_scale": at_min_scale}
 
 

@@ -5,12 +5,13 @@ with the shardings that it will have.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._arrays import HOST_KIND, is_host_type, is_on_host, spec_in_type
 from optax_mp._jax._contact import is_traced_by_jit, varies_by_rank
@@ -146,7 +147,7 @@ def named_sharding(leaf: Any) -> NamedSharding | None:
 
 
 def spread_shardings(
-    params: Any, shardings: Any, caller: str
+    params: Any, shardings: Any, caller: str, parts: Mapping[Any, Any] | None = None
 ) -> list[NamedSharding | None]:
     """Return the sharding of each param, None where a mesh is not known.
 
@@ -154,7 +155,11 @@ def spread_shardings(
         params: the params.
         shardings: a tree of shardings like these, a prefix of one, or None.
         caller: the public function that the user called, for error messages.
+        parts: how `zero1` cut the params, by path and shape; then this decides.
     """
+    if parts is not None:
+        paths_and_params = tree_leaves_with_path(params)
+        return [parts.get((path, jnp.shape(x))) for path, x in paths_and_params]
     if shardings is None:
         return []
     leaves = spread_prefix(params, shardings, f"{caller}: `param_shardings`")

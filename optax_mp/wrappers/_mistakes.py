@@ -86,8 +86,7 @@ def warn_unless_state(opt_state: Any, caller: str) -> None:
     """
     arrays = [x for x in jax.tree.leaves(opt_state) if is_array(x)]
     has_count = any(not (x.shape or is_floating(x)) for x in arrays)
-    has_named_tuple = any(hasattr(node, "_fields") for _, node in nodes_of(opt_state))
-    if has_count or has_named_tuple or not any(map(is_floating, arrays)):
+    if has_count or _is_link(opt_state) or not any(map(is_floating, arrays)):
         return
     warn(
         f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks "
@@ -180,15 +179,13 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
         at = f"opt_state{keystr(path)}"
         where = f"{caller}: {at} is of"
         for kind, (name, harm) in _WRAPPERS.items():
-            if isinstance(node, kind) and any(_is_scale(x) for _, x in nodes_of(node)):
+            if isinstance(node, kind) and _holds(_is_scale, node):
                 raise ValueError(
                     f"{caller}: expected the loss scale around `{name}`, got {at} of "
                     f"`{name}` around the loss scale: the wrapper {harm}; use "
                     f"`optax_mp.dynamic_loss_scale({name}(...))`."
                 )
-        if isinstance(node, optax.LookaheadState) and any(
-            _is_masters(x) for _, x in nodes_of(node)
-        ):
+        if isinstance(node, optax.LookaheadState) and _holds(_is_masters, node):
             raise ValueError(
                 f"{caller}: expected `optax.lookahead` inside of `mixed_precision`, "
                 f"got {at} of `optax.lookahead` around it, which averages rounded "
@@ -204,6 +201,11 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
                 _warn_if_followed(link, node[i + 1 :], where)
 
 
+def _holds(test: Callable[[Any], bool], tree: PyTree) -> bool:
+    """Return whether a test is true of a node of a tree that is no leaf."""
+    return any(test(node) for _, node in nodes_of(tree))
+
+
 # By their fields, because the modules of these states import this one.
 def _is_scale(node: Any) -> bool:
     return "hysteresis_left" in getattr(type(node), "_fields", ())
@@ -215,7 +217,7 @@ def _is_masters(node: Any) -> bool:
 
 def _is_link(state: Any) -> bool:
     """Return whether there is a NamedTuple in a state, as in all of optax's."""
-    return any(hasattr(node, "_fields") for _, node in nodes_of(state))
+    return _holds(lambda node: hasattr(node, "_fields"), state)
 
 
 def _is_chain(node: Any) -> bool:
@@ -267,7 +269,7 @@ def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
         return
     others = [x for x in _parts(later) if _is_link(x) and not _is_scale(x)]
     names = [type(x).__name__ for x in others]
-    if names and not any(_is_masters(node) for _, node in nodes_of(later)):
+    if names and not _holds(_is_masters, later):
         warn(
             f"{where} a chain in which `mixed_precision` is followed by a transform "
             f"(its state: {names[0]}). If that changes the updates, the next step "
