@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from optax_mp._jax._sharding import constant_like
+from optax_mp._jax._arrays import constant_like
 
 # NumPy reads "f8" as float64 and "f2" as float16; in this field "f8" means an 8-bit
 # float. Only names that cannot be misread are accepted.

@@ -30,10 +30,10 @@ _ROOTS = {
 # What is traced, and for which platform it is lowered: the most calls and modules.
 LIMITS: dict[tuple[str, str | None], tuple[int, int]] = {
     ("float32", None): (41, 7),
-    ("masters", None): (100, 12),
-    ("loss scale", None): (300, 21),
-    ("5.1 bytes", "tpu"): (6000, 34),
-    ("5.1 bytes", "cpu"): (2500, 33),
+    ("masters", None): (100, 10),
+    ("loss scale", None): (300, 15),
+    ("5.1 bytes", "tpu"): (6000, 29),
+    ("5.1 bytes", "cpu"): (2500, 27),
 }
 _INLINED = "<listcomp>", "<setcomp>", "<dictcomp>"
 

@@ -11,8 +11,8 @@ It imports nothing else of the package but its warnings.
   searches along these. Add support for another one here.
 - `_dataflow`: which outputs of a jaxpr depend on its inputs, and how: decayed as in an
   average, or unchanged; and the shardings that it asks for.
-- `_arrays`: facts of one array: whether it is traced, its type, and its memory.
-- `_sharding`: shard one array like another, by its type or by a hint to XLA.
+- `_arrays`: one array: whether it is traced, its type, sharding and memory; and how to
+  shard it like another.
 - `_block_operations`: between elements and the scales of their blocks.
 - `_experimental`: the door to `jax.experimental`, and what needs it: layouts, and
   functions that XLA for CPUs must not inline.

@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import saturating_cast
+from optax_mp._jax._arrays import constant_like, reshard_like, whole_along
 from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._experimental import outlined
-from optax_mp._jax._sharding import constant_like, reshard_like, whole_along
 from optax_mp.compact._random_numbers import round_stochastically, uniform_numbers
 from optax_mp.trees._boxes import put, unbox
 from optax_mp.trees._quantized import Code, Quantized, is_quantized, new_quantized

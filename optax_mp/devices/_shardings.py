@@ -11,12 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from optax_mp._jax._arrays import (
     HOST_KIND,
+    MeshAxes,
+    axis_names,
     is_on_host,
     is_traced,
     mesh_in_type,
+    shard_count,
     spec_in_type,
 )
-from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
 from optax_mp.trees._descriptions import describe_state, fill_spec
 from optax_mp.trees._states import find_owners
 from optax_mp.trees._tree import PyTree, describe, is_array, spell, spread_prefix

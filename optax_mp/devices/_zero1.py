@@ -14,9 +14,8 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import is_on_host
+from optax_mp._jax._arrays import MeshAxes, axis_names, is_on_host, shard_count
 from optax_mp._jax._jaxpr import TracedCall, is_dynamic
-from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
 from optax_mp._warnings import warn
 from optax_mp.devices._shardings import (
     Cut,

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_mp._jax._arrays import sharding_in_type
-from optax_mp._jax._sharding import axis_names
+from optax_mp._jax._arrays import axis_names, sharding_in_type
 from optax_mp.engine._program import Value
 from optax_mp.engine._tails import ElementwiseTail, axis_of_groups
 

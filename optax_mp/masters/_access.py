@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._dtypes import round_to
-from optax_mp._jax._arrays import is_traced, to_device_tree, with_memory_of
-from optax_mp._jax._sharding import with_sharding_of
+from optax_mp._jax._arrays import (
+    is_traced,
+    to_device_tree,
+    with_memory_of,
+    with_sharding_of,
+)
 from optax_mp.masters._settings import check_shape
 from optax_mp.masters._storage import (
     MixedPrecisionState,

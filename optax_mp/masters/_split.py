@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from optax_mp._dtypes import round_to
+from optax_mp._jax._arrays import constant_like
 from optax_mp._jax._experimental import outlined
-from optax_mp._jax._sharding import constant_like
 
 _BFLOAT16, _FLOAT16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 # Bit patterns of float32: the sign, infinity, and the largest bfloat16.

@@ -11,8 +11,8 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
+from optax_mp._jax._arrays import axis_names, shard_count
 from optax_mp._jax._program_text import bits_of, collectives_in
-from optax_mp._jax._sharding import axis_names, shard_count
 from optax_mp._table import Report, Table
 from optax_mp.trees._tree import spell, summarize
 

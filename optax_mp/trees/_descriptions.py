@@ -13,11 +13,19 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._arrays import HOST_KIND, is_host_type, is_on_host, spec_in_type
+from optax_mp._jax._arrays import (
+    HOST_KIND,
+    axis_names,
+    entries_of,
+    fits_blocks,
+    is_host_type,
+    is_on_host,
+    place_like,
+    spec_in_type,
+)
 from optax_mp._jax._contact import is_traced_by_jit, varies_by_rank
 from optax_mp._jax._dataflow import asked_shardings
 from optax_mp._jax._jaxpr import TracedCall
-from optax_mp._jax._sharding import axis_names, entries_of, fits_blocks, place_like
 from optax_mp.trees._boxes import Divides
 from optax_mp.trees._states import find_owners
 from optax_mp.trees._tree import PyTree, ends_in, is_array, spread_prefix

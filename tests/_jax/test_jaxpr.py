@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 
 from optax_mp import _jax
+from optax_mp._jax._arrays import place_like
 from optax_mp._jax._control_flow import run_count
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import bind, evaluate
-from optax_mp._jax._sharding import place_like
 from optax_mp._jax._source import scopes, source_line
 
 X = jnp.arange(4.0)

@@ -7,8 +7,15 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax import _sharding
-from optax_mp._jax._arrays import is_partitioned, sharding_in_type, spec_in_type
-from optax_mp._jax._sharding import fits_blocks, place_like, reshard_like, whole_along
+from optax_mp._jax._arrays import (
+    fits_blocks,
+    is_partitioned,
+    place_like,
+    reshard_like,
+    sharding_in_type,
+    spec_in_type,
+    whole_along,
+)
 
 ROWS = PartitionSpec("rows", None)
 
