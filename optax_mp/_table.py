@@ -3,11 +3,12 @@
 import importlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 _WIDTH, _LEAST_WIDTH = 80, 12
+T = TypeVar("T")
 
 
 class Table(NamedTuple):
@@ -69,6 +70,14 @@ class Report:
             f"<pre>{escape(x)}</pre>" if isinstance(x, str) else x.as_html()
             for x in self._parts()
         )
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Return items by their key, in the order in which keys first occur."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def axes_or_new(axes: Any) -> Any:

@@ -1,7 +1,6 @@
 """memory_report: the bytes of optimizer state and params, and what they are for."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import is_stored_on_host
-from optax_mp._table import Report, Table, axes_or_new, format_bytes
+from optax_mp._table import Report, Table, axes_or_new, format_bytes, grouped
 from optax_mp.masters._storage import MixedPrecisionState
 from optax_mp.trees._boxes import plain_trees
 from optax_mp.trees._quantized import Quantized
@@ -122,18 +121,14 @@ class MemoryReport(Report):
 
     def by_leaf(self) -> dict[str, int]:
         """Return the bytes of each param with its state; `""` for all other arrays."""
-        found: Counter[str] = Counter()
-        for row in self.rows:
-            found[row.param] += row.bytes
-        return dict(found)
+        groups = grouped(self.rows, lambda row: row.param).items()
+        return {param: sum(x.bytes for x in rows) for param, rows in groups}
 
     def _roles(self) -> list[tuple[str, list[MemoryRow]]]:
         """Return the rows of each role, in the order of `by_role`."""
-        found: dict[str, list[MemoryRow]] = {}
-        for row in self.rows:
-            found.setdefault(row.role, []).append(row)
         last = dict.fromkeys(_SCALES.values(), 1) | {_REST: 2}
-        return sorted(found.items(), key=lambda item: last.get(item[0], 0))
+        groups = grouped(self.rows, lambda row: row.role).items()
+        return sorted(groups, key=lambda item: last.get(item[0], 0))
 
     def _parts(self) -> list[str | Table]:
         cells: list[tuple[str, ...]] = [_TITLES]

@@ -20,7 +20,7 @@ from optax_mp._jax._jaxpr import (
     is_dynamic,
     is_output,
 )
-from optax_mp._table import Report, Table, percent
+from optax_mp._table import Report, Table, grouped, percent
 from optax_mp.autocast._changes import pure_call
 from optax_mp.reports._precision_walk import PrecisionProduct, Walk, cause_of_input
 from optax_mp.trees._tree import is_inexact
@@ -183,10 +183,8 @@ def _group(
     products: Iterable[PrecisionProduct], key: Callable[[PrecisionProduct], Any]
 ) -> list[tuple[Any, list[PrecisionProduct]]]:
     """Return products in groups, the group of most FLOPs first."""
-    groups: dict[Any, list[PrecisionProduct]] = {}
-    for x in products:
-        groups.setdefault(key(x), []).append(x)
-    return sorted(groups.items(), key=lambda pair: -_flops(pair[1]))
+    groups = grouped(products, key).items()
+    return sorted(groups, key=lambda pair: -_flops(pair[1]))
 
 
 def _flops(products: Iterable[PrecisionProduct]) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._table import Report, Table
+from optax_mp._table import Report, Table, grouped
 from optax_mp._take_step import bind_step
 from optax_mp.trees._descriptions import named_sharding
 from optax_mp.trees._tree import is_array, spell
@@ -76,10 +76,7 @@ class StepReport(Report):
 
     def _parts(self) -> list[str | Table]:
         """Return the table: one line for params of one kind."""
-        groups: dict[Any, list[StepRow]] = {}
-        for row in self.rows:
-            kind = (row.dtype, row.shape, row.tpu, row.gpu)
-            groups.setdefault(kind, []).append(row)
+        groups = grouped(self.rows, lambda x: (x.dtype, x.shape, x.tpu, x.gpu))
         cells = [["param", "dtype", "shape", "TPU", "GPU"]]
         for (dtype, shape, tpu, gpu), rows in groups.items():
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
