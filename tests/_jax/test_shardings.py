@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_mp._jax import _sharding
 from optax_mp._jax._arrays import (
+    constant_like,
     fits_blocks,
     is_partitioned,
     place_like,
@@ -91,9 +91,9 @@ def test_blocks_stay_on_one_device(spec, axis, size, fits):
 def test_a_constant_is_where_the_array_is():
     auto, explicit = map(sharding, (AxisType.Auto, AxisType.Explicit))
     x = jax.device_put(jnp.ones((8, 6), jnp.bfloat16), auto)
-    assert _sharding.constant_like(x, 3).sharding == auto
-    made = jax.jit(lambda x: _sharding.constant_like(x, 3))(x)
+    assert constant_like(x, 3).sharding == auto
+    made = jax.jit(lambda x: constant_like(x, 3))(x)
     assert made.dtype == x.dtype and np.array_equal(made, np.full((8, 6), 3))
     with jax.set_mesh(explicit.mesh):
         y = jax.device_put(jnp.ones((8, 6)), explicit)
-        assert jax.jit(lambda y: spec_in_type(_sharding.constant_like(y, 3)) == ROWS)(y)
+        assert jax.jit(lambda y: spec_in_type(constant_like(y, 3)) == ROWS)(y)
