@@ -1,6 +1,7 @@
 """low_bit_state: the large arrays of any optimizer's state in 8 or 16 bits."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -162,6 +163,7 @@ def low_bit_state(
         https://arxiv.org/abs/2110.02861
     """
     inner = as_transformation(inner, _CALLER)
+    update = partial(update_inner, inner, _CALLER)
     code_format = CodeFormat.from_settings(
         bits, block_size, dtype, product_bits, column_scales
     )
@@ -193,9 +195,7 @@ def low_bit_state(
             )
         check_gradients(params, updates, _CALLER)
         before = jax.tree.map(dequantize, state.inner_state, is_leaf=is_quantized)
-        updates, after = update_inner(
-            inner, updates, before, params, extra_args, _CALLER
-        )
+        updates, after = update(updates, before, params, **extra_args)
         inner_state = _quantize_again(after, state, seed)
         count = jnp.asarray(optax.safe_increment(state.step_count))
         return updates, make_state(count, inner_state)

@@ -159,7 +159,8 @@ def zero1(
         of_state = like_params(state, params, list(cuts.shardings.values()))
         _warn_if_elsewhere(state, of_state)
         args = cuts.cut(updates), cuts.cut(state), cuts.cut(params), extra_args
-        return PartStep(partial(_update, inner), *args, of_state, cuts)
+        update = partial(update_inner, inner, "zero1")
+        return PartStep(update, *args, of_state, cuts)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -172,10 +173,6 @@ def zero1(
     made = Transformation.around("zero1", inner, init_fn, update_fn, is_leafwise=False)
     made.in_parts = in_parts
     return made
-
-
-def _update(inner: Any, grads: Any, state: Any, params: Any, **extra: Any) -> Any:
-    return update_inner(inner, grads, state, params, extra, "zero1")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -154,6 +155,7 @@ def with_average(
         1992, https://doi.org/10.1137/0330046
     """
     inner = as_transformation(inner, _CALLER)
+    update = partial(update_inner, inner, _CALLER)
     average = _Average.of(decay, every, start, memory_kind, param_shardings)
 
     def init_fn(params: optax.Params) -> AverageState:
@@ -168,9 +170,7 @@ def with_average(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, AverageState]:
         context = _context_of(updates, state, params, extra_args)
-        updates, inner_state = update_inner(
-            inner, updates, state.inner_state, params, extra_args, _CALLER
-        )
+        updates, inner_state = update(updates, state.inner_state, params, **extra_args)
         new_params = apply_updates(params, updates)
         return updates, average.move(state, inner_state, new_params, context)
 
@@ -181,13 +181,8 @@ def with_average(
     ) -> PartStep:
         context = _context_of(updates, state, params, extra_args)
         context = replace(context, is_in_take_step=False)
-
-        def inner_update(*args: Any, **extra: Any) -> tuple[Any, Any]:
-            grads, inner_state, params = args
-            return update_inner(inner, grads, inner_state, params, extra, _CALLER)
-
         args = updates, state.inner_state, params, extra_args
-        part = PartStep(inner_update, *args, None, None)
+        part = PartStep(update, *args, None, None)
         if of_inner := getattr(inner, "in_parts", None):
             part = of_inner(*args)
 

@@ -231,7 +231,7 @@ def _loss_scaling(
 
         def step(inner_state: Any, extra_args: dict[str, Any]) -> Any:
             out, inner_state = update_inner(
-                wrapped, grads, inner_state, inner_params, extra_args, caller
+                wrapped, caller, grads, inner_state, inner_params, **extra_args
             )
             return update_overwritten(out, updates, params, caller), inner_state
 

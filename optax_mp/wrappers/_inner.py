@@ -141,7 +141,7 @@ class MatchedArguments:
         grads, seen = cast(self.grads), params.unflatten(inner_params)
         grads = grads.fast if self.is_lookahead else grads
         changes, inner_state = update_inner(
-            inner, grads, inner_state, seen, extra_args, params.caller
+            inner, params.caller, grads, inner_state, seen, **extra_args
         )
         updates = list(self.grads)
         for i, change in enumerate(params.match(changes, "the updates of `inner`")):
@@ -262,7 +262,7 @@ def or_no_change(update: Any, param: Any) -> Any:
 
 
 def update_inner(
-    inner: Any, grads: Any, state: Any, params: Any, extra_args: Any, caller: str
+    inner: Any, caller: str, grads: Any, state: Any, params: Any, /, **extra_args: Any
 ) -> tuple[Any, Any]:
     """Return (updates, new state) of `inner`.
 
