@@ -24,6 +24,7 @@ HEADINGS = {
     "_leaves": "Trees that do not match",
     "_policy": "Policies",
     "_states": "Restored states",
+    "_warnings": "A loss that nobody scaled",
     "_jax": "Another version of JAX",
     "autocast": "Functions under amp and in reports",
     "checkpoints": "Checkpoints",
