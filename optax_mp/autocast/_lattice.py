@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -52,11 +51,6 @@ Precisions = tuple[Precision, ...]
 def takes_part(atom: Any) -> bool:
     """Return whether amp may choose the precision of a value."""
     return is_shaped(atom.aval) and atom.aval.dtype in (np.float32, np.float64)
-
-
-def is_half(atom: Any) -> bool:
-    """Return whether a value is in 16 bits as written."""
-    return is_shaped(atom.aval) and atom.aval.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def full_precisions(atoms: Iterable[Any]) -> Precisions:

@@ -40,7 +40,6 @@ from optax_mp.autocast._lattice import (
     argument_precisions,
     as_computed,
     full_precisions,
-    is_half,
     literal_precision,
     moved,
     set_all,
@@ -297,7 +296,7 @@ class Planner:
             return Action("same", precisions, outputs, "own", "cast", scope)
         if old == np.bool_ and outputs[0]:
             outputs = (Weak(),)  # 0 and 1 are exact in any dtype
-        if is_half(equation.invars[0]) and outputs[0]:
+        if old in (jnp.bfloat16, jnp.float16) and outputs[0]:
             # A bias in 16 bits is cast before it is added.
             is_exact = old == self.rules.compute_dtype
             outputs = argument_precisions(equation.outvars, is_exact)
