@@ -1,7 +1,6 @@
 """Casts, checks, copies and paths over pytrees: only what `optax.tree` lacks."""
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import jax
@@ -15,8 +14,6 @@ from optax_mp._jax._arrays import describe, is_array, is_traced
 
 PyTree = Any
 
-# Not made in `select_tree`: an eager `lax.cond` is compiled once for each function.
-_FIRST, _SECOND = itemgetter(0), itemgetter(1)
 # How many arrays of a tree a message shows.
 _MOST_SHOWN = 3
 
@@ -201,7 +198,7 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
         jax.tree.map(lambda x: x if is_array(x) else None, tree)
         for tree in (on_true, on_false)
     )
-    chosen = lax.cond(pred, _FIRST, _SECOND, tuple(arrays))
+    chosen = lax.cond(pred, _first, _second, tuple(arrays))
     return jax.tree.map(lambda x, new: x if new is None else new, on_false, chosen)
 
 
@@ -212,6 +209,15 @@ def _check_static(path: tuple[Any, ...], a: Any, b: Any) -> None:
             f"select_tree: expected leaf {keystr(path)} to be an array in both trees, "
             f"or the same, got {a!r} in `on_true` and {b!r} in `on_false`."
         )
+
+
+# Named, not lambdas: an eager `lax.cond` is compiled once for each function object.
+def _first(pair: tuple[PyTree, PyTree]) -> PyTree:
+    return pair[0]
+
+
+def _second(pair: tuple[PyTree, PyTree]) -> PyTree:
+    return pair[1]
 
 
 def nonfinite_paths(tree: PyTree) -> list[str]:
