@@ -90,7 +90,7 @@ masters/_average.py | (count - self.start) % self.every == 0 | count % self.ever
 masters/_average.py | step_size = 1 - self.decay**self.every | step_size = 1 - self.decay | masters/test_average.py
 masters/_transform.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
 masters/_transform.py | last_exact &#124; True if self._is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
-masters/_settings.py | like = grad if self.update_dtype is None | like = param if self.update_dtype is None | masters/test_master_weights.py
+masters/_transform.py | like = grad if wanted is None | like = param if wanted is None | masters/test_master_weights.py
 masters/_transform.py | if not moves or id(x) in passed_on] | if not moves] | masters/test_nesting.py
 masters/_transform.py | if given and all(is_cast) and | if given and any(is_cast) and | masters/test_master_weights.py
 masters/_transform.py | proceed = is_unmarked(updates, extra_args) | proceed = True | masters/test_skipping.py

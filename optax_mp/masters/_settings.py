@@ -18,8 +18,6 @@ from optax_mp.trees._leaves import is_absent
 from optax_mp.trees._tree import describe, ends_in, is_floating, spell
 from optax_mp.wrappers._inner import check_own_state
 
-_FLOAT32 = jnp.dtype(jnp.float32)
-
 
 class Settings(NamedTuple):
     """The arguments of `mixed_precision`, checked.
@@ -61,18 +59,6 @@ class Settings(NamedTuple):
             dtype = getattr(self, name)
             if isinstance(dtype, np.dtype) and dtype.itemsize > 4:
                 check_available(dtype, f"mixed_precision: `{name}`")
-
-    def update_dtype_of(self, param: Any, grad: Any, has_master: bool) -> jnp.dtype:
-        """Return the dtype of the update of a leaf."""
-        if has_master and self.storage.param_is_part:
-            # The param decodes the master: if it missed its target by a rounding, the
-            # stored remainder would decode to another master.
-            return _FLOAT32
-        if has_master and isinstance(self.update_dtype, np.dtype):
-            return self.update_dtype
-        # `is` and not `==`, because NumPy takes None for float64.
-        like = grad if self.update_dtype is None and is_floating(grad) else param
-        return jax.dtypes.canonicalize_dtype(like.dtype)
 
     def check_state(self, state: Any) -> None:
         """Raise unless a state was made by `mixed_precision` with this storage."""

@@ -338,9 +338,19 @@ class Step:
         )
 
     def _update_dtype(self, i: int) -> jnp.dtype:
-        param, grad = self.arguments.params.values[i], self.arguments.grads[i]
+        """Return the dtype of the update of a leaf."""
+        wanted = self.settings.update_dtype
         has_master = not isinstance(self.stored[i], ABSENT)
-        return self.settings.update_dtype_of(param, grad, has_master)
+        if has_master and self.settings.storage.param_is_part:
+            # The param decodes the master: if it missed its target by a rounding, the
+            # stored remainder would decode to another master.
+            return jnp.dtype(jnp.float32)
+        if has_master and isinstance(wanted, np.dtype):
+            return wanted
+        # `is` and not `==`, because NumPy takes None for float64.
+        param, grad = self.arguments.params.values[i], self.arguments.grads[i]
+        like = grad if wanted is None and is_floating(grad) else param
+        return jax.dtypes.canonicalize_dtype(like.dtype)
 
     def run(
         self, inner: Any, before: tuple[Any, Any, Any], extra_args: dict[str, Any]
