@@ -1,7 +1,6 @@
 """release_gradients: a loss, its gradients, and a step of each layer, in one."""
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -145,10 +144,8 @@ def release_gradients(
             factor = jnp.where(skips & is_bad, jnp.nan, factor)
         released = treedef.unflatten([_release(x, factor) for x in stacks])
         value, stepped, grads = gradients(released)
-        layers, opt_state = (
-            jax.tree.map(get, stepped, is_leaf=is_released)
-            for get in (attrgetter("layers"), attrgetter("opt_state"))
-        )
+        layers = jax.tree.map(lambda x: x.layers, stepped, is_leaf=is_released)
+        opt_state = jax.tree.map(lambda x: x.opt_state, stepped, is_leaf=is_released)
         return value, times(grads, factor), layers, opt_state
 
     return run
