@@ -86,19 +86,26 @@ def measure_heads(form: str, target: str, side: int) -> record.Row:
     return measure_leaves(form, target, (2 * side, 16, 64))
 
 
-def measure_leaves(form: str, target: str, shape: tuple[int, ...]) -> record.Row:
-    """Return what one step of a form moves and needs for leaves of a shape."""
+def measure_leaves(form: str, target: str, *shapes: Any) -> record.Row:
+    """Return what one step of a form moves and needs for leaves of a shape, or more."""
     row: record.Row = {"form": form, "limit": ALL_FORMS[form][-1]}
-    for way, compiled in compile_ways(form, target, shape):
-        row |= costs_of(compiled, LEAVES * math.prod(shape), way)
+    shapes = shapes if len(shapes) > 1 else shapes * LEAVES
+    for way, compiled in compile_ways(form, target, shapes):
+        row |= costs_of(compiled, sum(map(math.prod, shapes)), way)
     return row
+
+
+def measure_model_leaves(model: str, target: str, side: int) -> record.Row:
+    """Return the same for the leaves of a model, in the compact form."""
+    shapes = [tuple(map(int, x.split("x"))) for x in MODELS[model].split()]
+    return {"model": model} | measure_leaves("5.1 bytes", target, *shapes)
 
 
 def measure_with_products(form: str, target: str, side: int) -> record.Row:
     """Return the same, and how much of it products of matrices move."""
     row: record.Row = {"form": form, "limit": ALL_FORMS[form][-1]}
     weights = LEAVES * side * side
-    for way, compiled in compile_ways(form, target, (side, side)):
+    for way, compiled in compile_ways(form, target, [(side, side)] * LEAVES):
         products = traffic.bytes_of_products(compiled.as_text()) / weights
         costs = costs_of(compiled, weights, way)
         row |= {f"products{way}": products, f"all{way}": costs.pop(f"moved{way}")}
@@ -106,13 +113,11 @@ def measure_with_products(form: str, target: str, side: int) -> record.Row:
     return row
 
 
-def compile_ways(
-    form: str, target: str, shape: tuple[int, ...]
-) -> Iterable[tuple[str, Any]]:
+def compile_ways(form: str, target: str, shapes: Any) -> Iterable[tuple[str, Any]]:
     """Compile a form's step with `tx.update` and with `take_step`."""
     make, param_dtype, grad_dtype, _ = ALL_FORMS[form]
     tx = make()
-    args = arrays_of(tx, param_dtype, grad_dtype, shape)
+    args = arrays_of(tx, param_dtype, grad_dtype, shapes)
     yield "", compile_step(by_optax(tx), args, target)
     yield ", take_step", compile_step(in_one_pass(tx), args, target)
 
@@ -123,7 +128,7 @@ def measure_without_kernels(form: str, target: str, side: int) -> record.Row:
     tx = make()
     os.environ["OPTAX_MP_KERNELS"] = "0"
     try:
-        args = arrays_of(tx, param_dtype, grad_dtype, (side, side))
+        args = arrays_of(tx, param_dtype, grad_dtype, [(side, side)] * LEAVES)
         compiled = compile_step(in_one_pass(tx), args, target)
     finally:
         del os.environ["OPTAX_MP_KERNELS"]
@@ -140,7 +145,7 @@ def measure_zero1(form: str, target: str, side: int) -> record.Row:
     make, param_dtype, grad_dtype, _ = FORMS[form]
     mesh = Mesh(np.array(devices_of(target, 8)), ("devices",))
     tx = optax_mp.zero1(make(), mesh, "devices")
-    args = arrays_of(tx, param_dtype, grad_dtype, (side, side))
+    args = arrays_of(tx, param_dtype, grad_dtype, [(side, side)] * LEAVES)
     whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), args)
     parts = optax_mp.state_shardings(tx, args[0], whole[0])
     row: record.Row = {"form": form}
@@ -170,7 +175,7 @@ def measure_shards(
     """Return the same for leaves of a shape, sharded along an axis."""
     make, param_dtype, grad_dtype, limit = FORMS[form]
     tx, count, weights = make(), 8, LEAVES * math.prod(shape)
-    args = arrays_of(tx, param_dtype, grad_dtype, shape)
+    args = arrays_of(tx, param_dtype, grad_dtype, [shape] * LEAVES)
     mesh = Mesh(np.array(devices_of(target, count)), ("devices",))
     along = PartitionSpec(*[None] * (axis % len(shape)), "devices")
     rows, whole = (NamedSharding(mesh, spec) for spec in (along, PartitionSpec()))
@@ -196,12 +201,12 @@ def arrays_of(
     tx: optax.GradientTransformation,
     param_dtype: str,
     grad_dtype: str,
-    shape: tuple[int, ...],
+    shapes: Iterable[tuple[int, ...]],
 ) -> tuple[Any, Any, Any]:
     """Return descriptions of params, state and gradients."""
 
     def tree(dtype: str) -> Any:
-        return {f"w{i}": jax.ShapeDtypeStruct(shape, dtype) for i in range(LEAVES)}
+        return {f"w{i}": jax.ShapeDtypeStruct(x, dtype) for i, x in enumerate(shapes)}
 
     params = tree(param_dtype)
     return params, jax.eval_shape(tx.init, params), tree(grad_dtype)
@@ -341,6 +346,15 @@ ONE_AXIS = ("Split(8)", "5.1 bytes", "stochastic rounding")
 PACKED = ("Split(16)", "Split(8)", "8-bit state", *(x for x in FORMS if "5.1" in x))
 PACKED += ("stochastic rounding",)
 
+# Leaves of models, their layers stacked: experts and a router, grouped queries, a tied
+# embedding; and a ViT-L with the attention kernels of Flax.
+MODELS = {
+    "MoE": "8x8x2048x5632 8x8x2048x5632 8x8x5632x2048 8x2048x8 8x2048x16x128 "
+    "8x2048x4x128 8x2048x4x128 8x16x128x2048 8x2048 8x2048 2048 128256x2048",
+    "ViT-L": "24x1024x16x64 24x1024x16x64 24x1024x16x64 24x16x64x1024 24x1024x4096 "
+    "24x4096x1024 24x16x64 24x1024 24x1024 16x16x3x1024 1x577x1024 1024x1000",
+}
+
 # Title: (what is measured, the names of the rows).
 TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] = {
     "AdamW": (measure, FORMS),
@@ -353,6 +367,7 @@ TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] =
     "Stacked layers over eight devices, AdamW": (measure_stacked, SHARDED),
     "Columns over eight devices, AdamW": (measure_columns, SHARDED),
     "By zero1 over eight devices, AdamW": (measure_zero1, ("masters", "5.1 bytes")),
+    "Models, AdamW": (measure_model_leaves, MODELS),
     "Training step of a transformer": (
         lambda way, target, _: measure_model(way, target, MODEL),
         WAYS,

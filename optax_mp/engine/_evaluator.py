@@ -166,7 +166,7 @@ def call_kernel(
     *,
     packs: bool = False,
 ) -> list[Any]:
-    """Return the outputs of a tail by a kernel.
+    """Return the outputs of a tail by a kernel, in the shapes that it has them in.
 
     Args:
         kernel: computes the outputs.
@@ -185,16 +185,12 @@ def call_kernel(
     arrays = [value for value in given if value.aval.ndim]
     singles = [value for value in given if not value.aval.ndim]
     numbers = [_in_32_bits(x) for x in (*part.origin, *map(given.get, singles))]
-    packed = _pack(numbers) if packs else [x.reshape(1) for x in numbers]
-    places = [
-        (int(x.dtype == jnp.float32), i) if packs else (i, 0)
-        for i, x in enumerate(numbers)
-    ]
+    packed, places = _in_arrays(numbers, packs=packs)
+    rank = len(part.shape)
 
     def run(*refs: Any) -> None:
         read = [refs[which][i] for which, i in places]
         inputs, outputs = refs[len(packed) :][: len(arrays)], refs[-len(tail.outputs) :]
-        rank = len(part.shape)
         values = {
             value: to_register_dtype(x, value.aval.dtype)
             for value, x in zip(singles, read[rank:], strict=True)
@@ -206,36 +202,33 @@ def call_kernel(
             dict(zip(tail.outputs, outputs, strict=True)),
         )
 
-    def as_input(value: Value) -> jax.Array:
-        x = given[value].reshape(view_of(value.aval.shape))
-        return x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
-
     # Kernels know no booleans in memory. No output can overwrite a copy.
-    replaced = [(i, tail.reads[read]) for i, read in tail.replaced.items()]
+    bools = [value for value in arrays if value.aval.dtype == jnp.bool_]
+    given |= {value: given[value].astype(jnp.int8) for value in bools}
     avals = [value.aval for value in tail.outputs]
-    made = pallas_call(
+    replaced = [(i, tail.reads[read]) for i, read in tail.replaced.items()]
+    return pallas_call(
         run,
         out_shape=[result_like(aval, view_of(aval.shape)) for aval in avals],
         input_output_aliases={
-            len(packed) + arrays.index(value): i
-            for i, value in replaced
-            if value.aval.dtype != jnp.bool_
+            len(packed) + arrays.index(x): i for i, x in replaced if x not in bools
         },
-    )(*packed, *map(as_input, arrays))
-    both = zip(made, avals, strict=True)
-    return [x.reshape(part.shape_of(aval.shape)) for x, aval in both]
+    )(*packed, *(given[x].reshape(view_of(x.aval.shape)) for x in arrays))
 
 
-def _pack(numbers: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return numbers as two arrays, of integers and floats.
-
-    Both have a place for each, since Mosaic of JAX 0.8 cannot read the bits of one as
-    the other.
-    """
-    return [
+def _in_arrays(
+    numbers: Sequence[jax.Array], *, packs: bool
+) -> tuple[list[jax.Array], list[tuple[int, int]]]:
+    """Return numbers in arrays, and where each is: which array, and its place there."""
+    if not packs:
+        return [x.reshape(1) for x in numbers], [(i, 0) for i in range(len(numbers))]
+    # Integers and floats. Both have a place for each, since Mosaic of JAX 0.8 cannot
+    # read the bits of one as the other.
+    packed = [
         jnp.stack([x if x.dtype == dtype else jnp.zeros((), dtype) for x in numbers])
         for dtype in (jnp.int32, jnp.float32)
     ]
+    return packed, [(int(x.dtype == jnp.float32), i) for i, x in enumerate(numbers)]
 
 
 def _in_32_bits(x: Any) -> jax.Array:

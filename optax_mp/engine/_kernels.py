@@ -39,8 +39,6 @@ def find_kernel(tail: ElementwiseTail, part: Part, target: Target) -> Any:
     kernels = kernels_for(target)
     if isinstance(kernels, str):
         return kernels
-    if part.axis != tail.axis:
-        return "blocks not along the last axis"
     if tail.reads_repeated:
         return "factors of rows or columns"
     # An array that is sharded would be gathered for a kernel.

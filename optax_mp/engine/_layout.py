@@ -44,8 +44,6 @@ class Part:
         tail: ElementwiseTail,
         args: Sequence[Any],
         shardings: Shardings,
-        *,
-        moves_block_axis_last: bool = False,
     ) -> "Part":
         """Return the part of a tail's arrays that each device has.
 
@@ -53,7 +51,6 @@ class Part:
             tail: the tail.
             args: the values of what it reads.
             shardings: where they are known.
-            moves_block_axis_last: whether `shape` has the axis of the blocks last.
         """
         # From `param_shardings`, or the program, or types. All arrays of a leaf are
         # sharded alike, and scales like the elements. No block may lie on two devices.
@@ -68,14 +65,18 @@ class Part:
         is_known = len(specs) == 1 and _divides(candidates[0], tail)
         sharding = candidates[0] if is_known else None
         own = whole if sharding is None else sharding.shard_shape(whole)
-        axis = tail.axis if moves_block_axis_last else len(whole) - 1
-        sizes = tail.block_size, (0,) * len(whole), axis, tail.group_size
-        return cls(whole, _put_last(own, axis), *sizes, sharding)
+        sizes = tail.block_size, (0,) * len(whole), tail.axis, tail.group_size
+        return cls(whole, _put_last(own, tail.axis), *sizes, sharding)
 
     def place_of(self, axis: int) -> int:
         """Return the place in `shape` of an axis of `whole`."""
         own = self.axis % len(self.whole)
         return len(self.whole) - 1 if axis == own else axis - (axis > own)
+
+    def in_memory(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """Return an entry for each axis of `shape` in the order of those of `whole`."""
+        *others, last = entries
+        return *others[: self.axis], last, *others[self.axis :]
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return how many rows and columns of elements share an entry of an array.

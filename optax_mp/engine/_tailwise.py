@@ -298,8 +298,7 @@ class TailwiseStep:
         """Return the outputs of a tail; None if it is to run as written."""
         # A kernel sees one device. If the layout of sharded arrays is known, each
         # device runs it on its own part, inside of a `shard_map` made here.
-        is_tpu = self.target.platform == "tpu"
-        part = Part.of(tail, args, known, moves_block_axis_last=is_tpu)
+        part = Part.of(tail, args, known)
         made = self._by_kernel(tail, part, args)
         made = made or self._by_chunks(tail, part, args)
         if made is None:

@@ -301,7 +301,9 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
         out_specs=[*map(tiles.spec, tail.outputs)],
     )
     # Alone, each number would take a kilobyte of a small memory.
-    return call_kernel(kernel, pallas_call, tiles.view_of, tail, part, args, packs=True)
+    made = call_kernel(kernel, pallas_call, tiles.view_of, tail, part, args, packs=True)
+    both = zip(made, tail.outputs, strict=True)
+    return [x.reshape(part.shape_of(value.aval.shape)) for x, value in both]
 
 
 def _run_tile(

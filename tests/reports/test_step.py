@@ -27,16 +27,17 @@ def reported(tx, *shapes, dtype="bfloat16", **settings):
 
 @has_kernels
 def test_each_reason_is_named():
-    shapes = (256, 128), (8192,), (8, 8), (64, 200), (64, 201)
+    shapes = (256, 128), (8192,), (8, 8), (64, 200), (64, 201), (1023, 4, 40)
     rows = "last axis not a multiple of 128"
     assert reported(compact(min_size=1), *shapes) == [
         (KERNEL, KERNEL),
         ("1-D array", KERNEL),
         ("under 4096 elements", "under 4096 elements"),
-        (rows, "blocks of 25"),
+        (rows, KERNEL),
         (rows, "last axis not a multiple of 32"),
+        (rows, KERNEL),
     ]
-    for size, gpu in ((256, KERNEL), (4096, "blocks of 4096")):
+    for size, gpu in ((256, KERNEL), (8192, "blocks of 8192 and groups of 4")):
         reasons = reported(compact(block_size=size), (4, 8 * size))
         assert reasons == [(f"blocks of {size}", gpu)]
     assert reported(compact(), (64, 128), dtype="float16")[0][0] == (
