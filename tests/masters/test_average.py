@@ -232,21 +232,6 @@ def test_boxes_masks_and_edits():
     assert state.average["w"].tolist() == [0.75, 0.75]
 
 
-def test_maps_and_gradients_pass_through():
-    tx, params = averaged(optax.sgd(1.0)), {"w": jnp.arange(6.0).reshape(2, 3)}
-
-    def loss(grads, params, state):
-        updates, state = tx.update(grads, state, params)
-        updates, state = tx.update(grads, state, optax.apply_updates(params, updates))
-        return updates["w"].sum(), state
-
-    state = jax.vmap(tx.init)(params)
-    run = jax.jit(jax.vmap(jax.grad(loss, has_aux=True)))
-    slopes, state = run(params, params, state)
-    assert (slopes["w"] == -1).all()
-    assert (state.average["w"] == 0.5 * params["w"] - 0.5 * params["w"]).all()
-
-
 @mostly_slow(
     ("order", "step"),
     itertools.product(
@@ -289,8 +274,6 @@ IN_HOST_MEMORY = {
     "in a scale": (by_update, lambda x: scaled(hosted(x))),
     "taken": (by_take_step, lambda x: hosted(scaled(x))),
     "both": (by_take_step, lambda x: off(hosted(scaled(x)))),
-    "both, inside": (by_take_step, lambda x: hosted(off(scaled(x)))),
-    "offload alone": (by_update, lambda x: off(averaged(scaled(x)))),
     "of the state": (by_update, lambda x: averaged(off(scaled(x)))),
 }
 

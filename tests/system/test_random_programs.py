@@ -19,7 +19,7 @@ from test_random_trees import examples
 @pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
 @examples(3, 20, programs())
 def test_boxes_and_ways_change_nothing(program):
-    check(program, values=3)
+    check(program)
 
 
 @pytest.mark.slow
