@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from comparison import as_bits
 
 import optax_mp
 from optax_mp import low_bit_state
@@ -122,21 +121,6 @@ def test_in_multi_steps_they_stay_too(name):
         pytest.skip("optax.MultiSteps passes no function on to `lax.cond`")
     tx = optax.MultiSteps(POSITIONS_AND_HISTORIES[name](), 2)
     assert quantized_names(tx) <= {"acc_grads['w']"}
-
-
-def test_a_run_without_quantized_arrays_is_that_of_the_bare_optimizer():
-    tx = POSITIONS_AND_HISTORIES["madgrad, rewritten"]()
-    low = low_bit_state(tx, min_size=1)
-    params = example()
-    carries = {"bare": (params, tx.init(params)), "low": (params, low.init(params))}
-    for i in range(3):
-        for key, made_by in (("bare", tx), ("low", low)):
-            params, state = carries[key]
-            grads = jax.tree.map(lambda p, i=i: jnp.sin(p + i), params)
-            updates, state = jax.jit(made_by.update)(grads, state, params)
-            carries[key] = optax.apply_updates(params, updates), state
-    assert as_bits(carries["low"][0]) == as_bits(carries["bare"][0])
-    assert as_bits(carries["low"][1].inner_state) == as_bits(carries["bare"][1])
 
 
 def decay_to_the_start(rate):

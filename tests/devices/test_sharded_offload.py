@@ -1,5 +1,7 @@
 """`offload` with sharded arrays."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -51,8 +53,7 @@ def assert_placed_like(state, plain):
         assert x.sharding.is_equivalent_to(placement, x.ndim), (x.sharding, placement)
 
 
-def check(kind, knows_layout):
-    mesh = mesh_of(kind)
+def check(mesh, knows_layout):
     placed = shardings(mesh)
     params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
     for make in FORMS.values():
@@ -69,17 +70,11 @@ def check(kind, knows_layout):
         assert collectives <= known, collectives
 
 
-def test_where_shardings_are_given():
-    check("Auto", knows_layout=True)
-
-
-def test_where_nothing_is_known():
-    check("Auto", knows_layout=False)
-
-
-def test_where_types_say_it():
-    with jax.set_mesh(mesh_of("Explicit")):
-        check("Explicit", knows_layout=False)
+@pytest.mark.parametrize("known", ["by settings", "nothing", "by types"])
+def test_sharded_state_is_where_it_is_without(known):
+    mesh = mesh_of("Explicit" if known == "by types" else "Auto")
+    with jax.set_mesh(mesh) if known == "by types" else contextlib.nullcontext():
+        check(mesh, knows_layout=known == "by settings")
 
 
 def test_in_shard_map():

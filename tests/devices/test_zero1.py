@@ -41,10 +41,10 @@ LAYOUTS = {
 # The forms in which the step is compared with bare optax; "5.1 bytes" only where the
 # layout does not cut its blocks of 32.
 COMPARED = {
-    "data": ("split 16", "5.1 bytes"),
-    "tensor": ("full copies", "5.1 bytes"),
-    "fully sharded": ("split 16", "scaled"),
-    "both": ("full copies", "split 16", "scaled"),
+    "data": ("5.1 bytes",),
+    "tensor": ("5.1 bytes",),
+    "fully sharded": ("split 16",),
+    "both": ("full copies", "scaled"),
 }
 
 
@@ -261,7 +261,7 @@ def test_leaves_that_do_not_divide_are_handled():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "fully sharded", "both"])
+@pytest.mark.parametrize("layout", ["tensor", "both"])
 def test_params_sharded_otherwise_keep_their_layout(layout):
     mesh = mesh_of()
     where = shardings(mesh, LAYOUTS[layout])
@@ -313,15 +313,13 @@ def test_a_run_goes_on_with_and_without_and_on_other_devices(form):
 def test_wrappers_of_optax_work_inside():
     mesh = mesh_of(8, 1)
     params = everywhere(mesh, weights())
-    grads = gradients(params, 4)
+    grads = gradients(params, 3)
     labels = {"w": "a", "v": "b", "b": "a"}
     parts = {"a": optax_mp.mixed_precision(ADAMW), "b": optax.set_to_zero()}
     mixed = optax_mp.mixed_precision
     for bare in (
         optax.MultiSteps(mixed(ADAMW), 2).gradient_transformation(),
-        mixed(optax.MultiSteps(ADAMW, 2).gradient_transformation()),
         optax.partition(parts, labels),
-        mixed(optax.inject_hyperparams(optax.adamw)(1e-2)),
         optax.chain(optax_mp.dynamic_loss_scale(init_scale=1.0), mixed(ADAMW)),
     ):
         _, state = run_both(bare, optax_mp.zero1(bare, mesh, "data"), params, grads)
@@ -330,12 +328,11 @@ def test_wrappers_of_optax_work_inside():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["data", "tensor"])
-def test_explicitly_sharded_params_work(layout):
+def test_explicitly_sharded_params_work():
     kinds = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh):
-        where = shardings(mesh, LAYOUTS[layout])
+        where = shardings(mesh, LAYOUTS["tensor"])
         params = jax.device_put(weights(), where)
         grads = [jax.device_put(g, where) for g in gradients(params, 3)]
         bare = FORMS["scaled"]()
@@ -348,7 +345,7 @@ def test_explicitly_sharded_params_work(layout):
 def test_float16_and_float8_and_extreme_params_land_as_without():
     mesh = mesh_of(8, 1)
     extreme = [-0.0, 0.0, 1e-30, -1e30, 3e38, jnp.inf, jnp.nan, 1.0]
-    for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
+    for dtype in ("float16", "float8_e4m3fn"):
         with np.errstate(all="ignore"):  # 3e38 is infinite in float16
             params = {"x": jnp.tile(jnp.asarray(extreme, dtype), 8)}
         update_dtype = "params" if dtype.startswith("float8") else None
