@@ -18,12 +18,7 @@ from reference import (
 )
 
 from optax_mp.compact import _blocks
-from optax_mp.compact._blocks import (
-    choose_blocks,
-    choose_group,
-    dequantize,
-    quantize,
-)
+from optax_mp.compact._blocks import choose_blocks, choose_group, dequantize, quantize
 from optax_mp.compact._random_numbers import rounding_keys
 from optax_mp.trees._quantized import Code
 

@@ -10,13 +10,13 @@ import optax.contrib
 import pytest
 from comparison import as_bits, avals
 from jax.sharding import NamedSharding, PartitionSpec
+from low_bit_examples import example, is_quantized, kinds, quantized_leaves
 from optimizers import OPTIMIZERS, PER_EXAMPLE, extra_arguments
 from reference import adamw_step, block_codes, block_scales, block_values
 from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp import low_bit_state
-from optax_mp.compact import Quantized
 from optax_mp.compact._blocks import dequantize
 
 # The table's adafactor has factors, which are too small to be that is quantized.
@@ -29,22 +29,11 @@ EVERY = OPTIMIZERS | {
     "rmsprop, centered": lambda: optax.rmsprop(1e-2, centered=True, momentum=0.9),
     "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
 }
-FORMS = {
-    "8 bits": {},
-    "16 bits": {"bits": 16},
-    "bfloat16": {"dtype": jnp.bfloat16},
-}
+FORMS = {"8 bits": {}, "16 bits": {"bits": 16}, "bfloat16": {"dtype": jnp.bfloat16}}
 
 
 def low_bit(name, **settings):
     return low_bit_state(EVERY[name](), min_size=100, **settings)
-
-
-def example(dtype="float32"):
-    """Return params with a matrix of which the state is quantized, and a bias."""
-    rng = np.random.default_rng(0)
-    params = {"w": rng.standard_normal((20, 12)) * 0.1, "b": np.full(12, 0.1)}
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
 
 
 def objective(params):
@@ -110,25 +99,6 @@ def fitted(name, tx):
 @functools.cache
 def bare_loss(name):
     return fitted(name, EVERY[name]())[0]
-
-
-def is_quantized(node):
-    return isinstance(node, Quantized)
-
-
-def quantized_leaves(state):
-    """Return what is quantized, by the end of its path."""
-    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
-    return {
-        jax.tree_util.keystr(path).split(".")[-1]: leaf
-        for path, leaf in found
-        if is_quantized(leaf)
-    }
-
-
-def kinds(state):
-    """Return the dtype of codes of each leaf that is quantized."""
-    return {k: q.codes.dtype.name for k, q in quantized_leaves(state).items()}
 
 
 def first_noises(steps):
@@ -289,11 +259,7 @@ def test_it_trains_as_the_bare_optimizer(name, form):
 
 # Second moments of which the analysis does not know that they are never negative, or
 # that come by another way: sizes of gradients that differ by 10^4 within a block.
-@mostly_slow(
-    "name",
-    ["momo_adam", "sophia"],
-    "momo_adam".__eq__,
-)
+@mostly_slow("name", ["momo_adam", "sophia"], "momo_adam".__eq__)
 def test_small_second_moments_in_a_block_do_not_blow_the_step_up(name):
     rng = np.random.default_rng(1)
     sizes = np.geomspace(1e-4, 1, 32).astype(np.float32)

@@ -24,10 +24,7 @@ def compact():
     return masters(optax_mp.Split(8), low)
 
 
-FORMS = {
-    "float32 copies": masters,
-    "compact": compact,
-}
+FORMS = {"float32 copies": masters, "compact": compact}
 
 SLOW = pytest.param("compact", marks=pytest.mark.slow)
 
@@ -114,13 +111,6 @@ def test_metrics_are_those_of_the_same_state_on_the_device():
         assert as_bits(read(state)) == as_bits(want)
     assert int(state.total_skipped_count) == 1
     optax_mp.check_loss_scale(state, params=params)
-
-
-def test_a_step_report_says_that_the_state_is_in_host_memory():
-    tx, params = in_chunks(compact()), few_params()
-    state = jax.jit(tx.init)(params)
-    for row in optax_mp.step_report(tx, params, state, params).rows:
-        assert row.tpu == row.gpu == "state in host memory"
 
 
 def test_a_report_tells_state_that_was_moved_to_the_device_unnoticed():

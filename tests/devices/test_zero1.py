@@ -35,16 +35,7 @@ SLOW_COMPACT = pytest.param("5.1 bytes", marks=pytest.mark.slow)
 LAYOUTS = {
     "data": {"w": P(), "v": P(), "b": P()},
     "tensor": {"w": P(None, "model"), "v": P("model"), "b": P()},
-    "fully sharded": {"w": P("data"), "v": P("data"), "b": P("data")},
     "both": {"w": P("data", "model"), "v": P("model", "data"), "b": P("data")},
-}
-# The forms in which the step is compared with bare optax; "5.1 bytes" only where the
-# layout does not cut its blocks of 32.
-COMPARED = {
-    "data": ("5.1 bytes",),
-    "tensor": ("5.1 bytes",),
-    "fully sharded": ("split 16",),
-    "both": ("full copies", "scaled"),
 }
 
 
@@ -125,29 +116,9 @@ def bytes_on_each_device(tree):
     return [n for n in held.values() if n]
 
 
-# Without zero1: the state follows its params.
-
-
-@pytest.mark.slow
-def test_nothing_is_gathered_that_bare_optax_does_not_gather():
-    mesh = mesh_of()
-    for name, specs in LAYOUTS.items():
-        params = jax.device_put(weights(), shardings(mesh, specs))
-        bare = large(sent_by(compiled_step(ADAMW, params, mesh)))
-        for form in COMPARED[name]:
-            ours = large(sent_by(compiled_step(FORMS[form](), params, mesh)))
-            assert ours == bare, (name, form, ours, bare)
-
-
-# With zero1.
-
-
 @mostly_slow(
     ("name", "count", "way"),
-    [
-        *((name, 8, by_take_step) for name in FORMS),
-        ("5.1 bytes", 2, by_update),
-    ],
+    [*((name, 8, by_take_step) for name in FORMS), ("5.1 bytes", 2, by_update)],
     lambda name, count, way: name == "scaled" and way == by_take_step,
 )
 def test_results_are_those_of_one_device_and_each_holds_its_part(name, count, way):
@@ -325,20 +296,6 @@ def test_wrappers_of_optax_work_inside():
         _, state = run_both(bare, optax_mp.zero1(bare, mesh, "data"), params, grads)
         for leaf in jax.tree.leaves(state):
             assert leaf.ndim == 0 or lies_as(leaf, NamedSharding(mesh, P("data")))
-
-
-@pytest.mark.slow
-def test_explicitly_sharded_params_work():
-    kinds = (AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
-    with jax.set_mesh(mesh):
-        where = shardings(mesh, LAYOUTS["tensor"])
-        params = jax.device_put(weights(), where)
-        grads = [jax.device_put(g, where) for g in gradients(params, 3)]
-        bare = FORMS["scaled"]()
-        got, state = run_both(bare, optax_mp.zero1(bare, mesh, "data"), params, grads)
-        assert all(lies_as(got[k], where[k]) for k in params)
-        assert state.inner_state.master_params["w"].sharding.spec[0] == "data"
 
 
 @pytest.mark.slow

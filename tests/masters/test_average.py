@@ -338,19 +338,3 @@ def test_wrong_arguments_and_averages_in_16_bits_are_said():
     ema = optax.chain(SGD, optax.ema(0.999))
     with pytest.warns(optax_mp.MixedPrecisionWarning, match="averages in bfloat16"):
         optax_mp.master_params(ema.init(params), params)
-
-
-def test_a_released_stack_has_its_average():
-    def loss(layers, rest, x):
-        x, _ = optax_mp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    tx, layers = averaged(MASTERS), params_of()["w"].reshape(4, 8, 8)
-    state = jax.vmap(tx.init)(layers)
-    first = state.average
-    step = jax.jit(optax_mp.release_gradients(loss, tx))
-    for _ in range(2):
-        *_, layers, state = step(state, layers, {}, jnp.ones((2, 8), jnp.bfloat16))
-    masters = state.inner_state.master_params
-    average = optax_mp.average_params(state, layers)
-    assert as_bits(average) == as_bits(0.5 * first + 0.5 * masters) != as_bits(first)

@@ -25,12 +25,7 @@ STEPS = 50
 # A master is put together, or compared with its param, within the program of the rule.
 # There XLA contracts a multiplication and an addition of these otherwise: a unit in the
 # last place a step.
-CONTRACTED = (
-    "madgrad",
-    "schedule_free",
-    "schedule_free_adamw",
-    "schedule_free_sgd",
-)
+CONTRACTED = ("madgrad", "schedule_free", "schedule_free_adamw", "schedule_free_sgd")
 # By default one in bfloat16 and in float16; in CI all in bfloat16. What else is
 # promised of every optimizer is tried by default with one or two.
 IN_LOW_DTYPES = [
@@ -224,17 +219,21 @@ def test_state_is_stable_and_the_step_compiles_once(name, storage):
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("name", ["polyak_sgd", "lbfgs"])
-def test_extra_arguments_are_accepted(name):
-    tx = wrapped(name)
-    params = example_params("bfloat16", name)
-    grads = first_gradients(name, 1)[0]
+@mostly_slow("name", OPTIMIZERS, {"polyak_sgd", "lbfgs", "muon", "sm3"}.__contains__)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_have_the_dtype_of_gradients_and_extra_arguments_pass(name, dtype):
+    """As optax's own tests demand of each."""
+    tx, params = wrapped(name), example_params("bfloat16", name)
+    grads = jax.tree.map(lambda g: g.astype(dtype), first_gradients(name, 1)[0])
     extra = extra_arguments(name, grads) | {"nobody_expects_this": 1}
 
     def update(grads):
         return tx.update(grads, tx.init(params), params, **extra)[0]
 
-    assert avals(jax.eval_shape(update, grads)) == avals(grads)
+    updates = jax.eval_shape(update, grads)
+    assert jax.tree.map(lambda p: (p.shape, dtype), params) == jax.tree.map(
+        lambda u: (u.shape, u.dtype.name), updates
+    )
 
 
 FLOAT64_TOO = ("adamw", "adafactor", "lion", "muon", "radam")

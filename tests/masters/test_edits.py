@@ -31,8 +31,7 @@ def gradients(i, dtype=jnp.float32):
     # Powers of two, so that they are the same in every dtype.
     rng = np.random.default_rng(100 + i)
     return jax.tree.map(
-        lambda p: jnp.asarray(rng.choice([-0.5, 0.25, 1.0], p.shape), dtype),
-        weights(),
+        lambda p: jnp.asarray(rng.choice([-0.5, 0.25, 1.0], p.shape), dtype), weights()
     )
 
 

@@ -88,9 +88,7 @@ def test_overwritten_leaves_need_params(make):
 @mostly_slow(
     ("dtype", "param", "sign"),
     itertools.product(
-        ["float32", "bfloat16", "float16"],
-        [0.0, 1e-9, 1.0, 448.0, -3e4],
-        SIGNS,
+        ["float32", "bfloat16", "float16"], [0.0, 1e-9, 1.0, 448.0, -3e4], SIGNS
     ),
     lambda dtype, param, sign: (
         param in (0.0, 448.0) and sign == -1 and dtype != "float16"

@@ -72,10 +72,7 @@ def test_ranks_agree_by_one_collective_of_one_scalar():
 
 def test_sharded_gradients_under_jit_need_nothing():
     tx = transform()
-    sharding = {
-        "w": NamedSharding(MESH, P("data")),
-        "norm": NamedSharding(MESH, P()),
-    }
+    sharding = {"w": NamedSharding(MESH, P("data")), "norm": NamedSharding(MESH, P())}
     params = jax.device_put(PARAMS, sharding)
     state = tx.init(params)
     grads = jax.device_put(
