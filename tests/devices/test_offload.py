@@ -10,14 +10,18 @@ import pytest
 from comparison import as_bits
 from guide import names_of
 from host_memory import (
+    ADAMW,
     HOST,
     UNFUSED,
     assert_same_training,
+    compact,
     in_chunks,
     kinds,
+    masters,
     needs_memories,
     random_grads,
     random_params,
+    scaled,
     train,
 )
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -27,24 +31,9 @@ from slow_cases import mostly_slow
 import optax_mp
 from optax_mp._jax._jaxpr import bind, evaluate
 
-ADAMW = optax.adamw(1e-2)
-
-
-def masters(inner):
-    return optax_mp.mixed_precision(inner)
-
-
-def compact(inner):
-    low = optax_mp.low_bit_state(inner, min_size=128)
-    return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
-
 
 def multi_steps(inner):
     return optax.MultiSteps(inner, 2).gradient_transformation()
-
-
-def scaled(inner):
-    return optax_mp.dynamic_loss_scale(inner, init_scale=4.0)
 
 
 FORMS = {

@@ -4,11 +4,10 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from communication import sent_by
 from comparison import as_bits
-from host_memory import HOST, UNFUSED, in_chunks, kinds, needs_memories
+from host_memory import HOST, UNFUSED, in_chunks, kinds, masters, needs_memories, scaled
 from jax.sharding import NamedSharding, PartitionSpec
 from sharded_arrays import arrays, compact, mesh_of, shardings
 from steps import by_update
@@ -18,15 +17,7 @@ import optax_mp
 pytestmark = [needs_memories, pytest.mark.slow]
 
 
-def masters():
-    return optax_mp.mixed_precision(optax.adamw(1e-2))
-
-
-def scaled():
-    return optax_mp.dynamic_loss_scale(masters(), init_scale=4.0)
-
-
-FORMS = {"masters": masters, "compact": compact, "scaled": scaled}
+FORMS = {"masters": masters, "compact": compact, "scaled": lambda: scaled(masters())}
 
 
 def steps(tx, params, state, grads):

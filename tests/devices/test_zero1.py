@@ -157,8 +157,10 @@ def test_params_are_gathered_once_in_their_own_dtype(dtype, bits):
     assert others <= {"all-reduce", "reduce-scatter"}, sent
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_kernel_takes_the_part_of_each_device(kind):
+@pytest.mark.parametrize(
+    ("kind", "way"), [("Auto", by_update), ("Explicit", by_take_step)]
+)
+def test_a_kernel_takes_the_part_of_each_device(kind, way):
     """The layout is known, without a warning, also in a `jit` within `jit`."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
     tx = optax_mp.zero1(FORMS["5.1 bytes"](), mesh, "data")
@@ -170,14 +172,14 @@ def test_a_kernel_takes_the_part_of_each_device(kind):
             for name, shape in shapes.items()
         }
         args = params, tx.init(params), params
-        for step in (jax.jit(by_update(tx)), jax.jit(by_take_step(tx))):
-            traced = jax.jit(lambda *args, step=step: step(*args)).trace(*args)
-            calls = {"tpu": "tpu_custom_call"}
-            if jax.__version_info__ < (0, 11):  # later ones want a GPU in the mesh
-                calls["cuda"] = "triton"
-            for platform, call in calls.items():
-                text = traced.lower(lowering_platforms=(platform,)).as_text()
-                assert text.count(call) == 1, (step, platform)
+        step = jax.jit(way(tx))
+        traced = jax.jit(lambda *args: step(*args)).trace(*args)
+        calls = {"tpu": "tpu_custom_call"}
+        if jax.__version_info__ < (0, 11):  # later ones want a GPU in the mesh
+            calls["cuda"] = "triton"
+        for platform, call in calls.items():
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+            assert text.count(call) == 1, platform
         rows = optax_mp.step_report(tx, *args).rows
     assert [row.tpu for row in rows][1] == "kernel, not proved here"
 

@@ -20,10 +20,7 @@ STEPS, BAD_STEPS, BATCH, WIDTH = 20, (5, 11), 16, 32
 
 def initial_params(seed=0):
     w = jax.random.normal(jax.random.key(seed), (WIDTH, WIDTH), jnp.float16)
-    return {
-        "w": w * 0.1,
-        "b": jnp.zeros(WIDTH, jnp.float16),
-    }
+    return {"w": w * 0.1, "b": jnp.zeros(WIDTH, jnp.float16)}
 
 
 def loss(params, x):
