@@ -8,12 +8,7 @@ from jax import lax
 
 from optax_mp._jax._arrays import describe
 from optax_mp._jax._jaxpr import evaluate
-from optax_mp._jax._traced import (
-    TracedCall,
-    explain_carry_error,
-    is_dynamic,
-    is_output,
-)
+from optax_mp._jax._traced import TracedCall, explain_carry_error, is_dynamic, is_output
 
 DESCRIBED = jax.ShapeDtypeStruct((2,), jnp.float32)
 ARGUMENT = {
