@@ -227,7 +227,8 @@ def in_reverse_with_slices_of_rest(layers, rest, x):
 @pytest.mark.slow
 @pytest.mark.parametrize("fun", [with_a_mixed_carry, in_reverse_with_slices_of_rest])
 def test_models_take_the_separate_step(fun):
-    check(optax.adam(1e-2), fun)
+    # XLA multiplies and adds in one in some programs of two unrolled layers only.
+    check(optax.adam(1e-2), fun, exact=fun is with_a_mixed_carry)
 
 
 EXPERTS, LENGTH = 2, 5
