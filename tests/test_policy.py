@@ -99,11 +99,7 @@ PARAMS = {
 
 @pytest.mark.parametrize(
     "keep_f32",
-    [
-        ("*norm*", "*/bias"),
-        ("*Norm*", "*/BIAS"),
-        lambda path, leaf: leaf.ndim < 2,
-    ],
+    [("*norm*", "*/bias"), ("*Norm*", "*/BIAS"), lambda path, leaf: leaf.ndim < 2],
 )
 def test_exceptions_stay_float32_in_params_and_computation(keep_f32):
     policy = optax_mp.Policy("bf16", "f16", "bf16", keep_f32)

@@ -8,7 +8,6 @@ import pytest
 from amp_cases import compiled, error, products, runs_in, shapes
 from jax import lax
 from jax.custom_derivatives import linear_call
-from jax.experimental import sparse
 
 from optax_mp import amp, amp_report, amp_stop
 
@@ -107,14 +106,3 @@ def stopped(x, w):
 def test_a_report_lists_products_inside_what_stays_as_written(fun):
     rows = amp_report(fun, X, W).operations
     assert {x.ran for x in rows if x.primitive == "dot_general"} == {"as_written"}
-
-
-@pytest.mark.slow
-def test_a_report_lists_products_of_sparse_matrices():
-    def fun(x, w):
-        return sparse.BCOO.fromdense(w, nse=64) @ x.T
-
-    want = fun(X, W)
-    assert error(amp(fun)(X, W), want) < 1e-6
-    rows = amp_report(fun, X, W).operations
-    assert ("bcoo_dot_general", "as_written") in [(x.primitive, x.ran) for x in rows]

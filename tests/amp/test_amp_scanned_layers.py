@@ -44,42 +44,8 @@ def linen(dtype):
     )
 
 
-@functools.cache
-def nnx(dtype):
-    """Return params and a loss of an NNX model with layers in `nnx.scan`."""
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Block(nnx.Module):
-        def __init__(self, rngs):
-            self.norm = nnx.RMSNorm(WIDTH, dtype=dtype, rngs=rngs)
-            self.dense = nnx.Linear(WIDTH, WIDTH, dtype=dtype, rngs=rngs)
-
-        def __call__(self, x):
-            return x + self.dense(self.norm(x))
-
-    @nnx.split_rngs(splits=DEPTH)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs):
-        return Block(rngs)
-
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def run(x, layer):
-        return layer(x)
-
-    graph, params = nnx.split(make(nnx.Rngs(0)))
-
-    def loss(params, x):
-        return jnp.mean(run(x, nnx.merge(graph, params)).astype(jnp.float32) ** 2)
-
-    return params, loss
-
-
-in_each = mostly_slow("framework", [linen, nnx], lambda framework: framework is linen)
-
-
-@in_each
-def test_the_error_of_a_carry_names_the_fix(framework):
-    params, loss = framework(None)
+def test_the_error_of_a_carry_names_the_fix():
+    params, loss = linen(None)
     params = POLICY.cast_to_param(params)
     message = (
         r"amp: expected each loop in `fun` .*scan over layers .* with float32 norms.*"
@@ -93,10 +59,9 @@ def test_the_error_of_a_carry_names_the_fix(framework):
         optax_mp.amp(loss)(params, X)
 
 
-@in_each
 @mostly_slow("fix", ["amp", "dtype"], lambda fix: fix == "amp")
-def test_both_fixes_train_with_all_products_low(framework, fix):
-    params, loss = framework(None if fix == "amp" else jnp.bfloat16)
+def test_both_fixes_train_with_all_products_low(fix):
+    params, loss = linen(None if fix == "amp" else jnp.bfloat16)
     if fix == "amp":
         as_written = loss
         loss = optax_mp.amp(

@@ -1,6 +1,5 @@
 """Checkpoints: the forms told apart, files that keep every bit, runs that go on."""
 
-import itertools
 import pickle
 
 import jax
@@ -204,41 +203,3 @@ def test_masters_hold_every_bit_of_a_float32_checkpoint(storage, tmp_path):
     params, state = steps_of(tx, params, state, range(5))
     wanted, _ = steps_of(adamw, weights, adamw.init(weights), range(5))
     assert as_bits(optax_mp.master_params(state, params)) == as_bits(wanted)
-
-
-@mostly_slow(
-    ("storage", "scaled"),
-    itertools.product([optax_mp.FullCopy(), optax_mp.Split(16)], [False, True]),
-    lambda storage, scaled: scaled == (storage == optax_mp.Split(16)),
-)
-def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
-    """The plain run is pickled, restored, converted; masters stay as in float32."""
-    before = steps_of(
-        adamw, *(lambda w: (w, adamw.init(w)))(random_weights()), range(5)
-    )
-    weights, plain = pickle.loads(pickle.dumps(jax.device_get(before)))
-    tx = optax_mp.mixed_precision(adamw, param_dtype="bfloat16", storage=storage)
-    if scaled:
-        tx = optax_mp.static_loss_scale(tx)
-    with pytest.raises(ValueError, match="expected the leaves, shapes"):
-        optax_mp.check_checkpoint(plain, template(tx, weights))
-    optax_mp.check_checkpoint(plain, template(adamw, weights))
-    state = optax_mp.convert_opt_state(plain, weights, adamw, tx)
-    params = optax_mp.cast_floating(weights, "bfloat16")
-    assert as_bits(optax_mp.master_params(state, params)) == as_bits(weights)
-
-    params, state = steps_of(tx, params, state, range(5, 10))
-    wanted, wanted_state = steps_of(adamw, *before, range(5, 10))
-    found = optax_mp.master_params(state, params)
-    if scaled:
-        # The division by the scale is fused into the rule: half a unit a step.
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8),
-            found,
-            wanted,
-        )
-    else:
-        assert as_bits(found) == as_bits(wanted)
-        bare = optax_mp.convert_opt_state(state, params, tx, adamw)
-        assert as_bits(bare) == as_bits(wanted_state)
-    assert int(optax.tree.get(state, "count")) == 10

@@ -69,13 +69,9 @@ def moved(path, run, layout, make):
     return restored
 
 
-def masters():
-    return optax_mp.mixed_precision(optax.adamw(1e-2))
-
-
-def in_host_memory(make, placed):
+def in_host_memory(placed):
     small = {"chunk_bytes": 2**14, "min_size": 256}
-    return optax_mp.offload(make(), **small, param_shardings=placed)
+    return optax_mp.offload(compact(), **small, param_shardings=placed)
 
 
 def in_device_memory(placed):
@@ -84,20 +80,10 @@ def in_device_memory(placed):
     return optax.GradientTransformationExtraArgs(jax.jit(tx.init), tx.update)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(in_host_memory, masters),
-        functools.partial(in_host_memory, compact),
-        in_device_memory,
-    ],
-    ids=["masters on the host", "codes on the host", "codes on the device"],
-)
+@pytest.mark.parametrize("make", [in_host_memory, in_device_memory])
 def test_a_run_goes_on_elsewhere_and_back(make, tmp_path):
     run = go_on(make, "2x4", start_on("2x4", make)[1])
     want = as_bits(go_on(make, "2x4", run))
-    for layout in ("4x2", "1"):
-        restored = moved(tmp_path / layout, run, layout, make)
-        assert as_bits(go_on(make, layout, restored)) == want
-        back = moved(tmp_path / f"{layout}, back", restored, "2x4", make)
-        assert as_bits(go_on(make, "2x4", back)) == want
+    for i, layout in enumerate(("4x2", "1", "2x4")):
+        run = moved(tmp_path / str(i), run, layout, make)
+        assert as_bits(go_on(make, layout, run)) == want

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_mp
 
-MEAN = optax.microbatching.AccumulationType.MEAN
 SUM = optax.microbatching.AccumulationType.SUM
 WIDTH = 512
 
@@ -213,32 +212,6 @@ def test_each_rank_of_shard_map_has_sums_of_its_own():
     np.testing.assert_allclose(grads["w"], wanted, rtol=0.02, atol=0.02)
     grads, dropped_count = gradients(params, x.at[9].set(jnp.nan))
     assert dropped_count == 1 and np.isfinite(grads["w"]).all()
-
-
-def test_modules_keep_their_structure():
-    nnx = pytest.importorskip("flax.nnx")
-    nn = pytest.importorskip("flax.linen")
-    x = jnp.ones((8, 4), jnp.bfloat16)
-    graph, weights = nnx.split(
-        nnx.Linear(4, 4, param_dtype="bfloat16", rngs=nnx.Rngs(0))
-    )
-    boxed = nn.Dense(
-        4,
-        param_dtype="bfloat16",
-        kernel_init=nn.with_partitioning(nn.initializers.ones, ("a", "b")),
-    )
-    variables = boxed.init(jax.random.key(0), x)
-    for fun, params in (
-        (lambda p, x: jnp.mean(nnx.merge(graph, p)(x)), weights),
-        (lambda p, x: jnp.mean(boxed.apply(p, x)), variables),
-    ):
-        state = optax.sgd(0.1).init(params)
-        gradients = optax.microbatch(
-            optax_mp.value_and_grad(fun), 2, 2, (MEAN, optax_mp.gradient_accumulator())
-        )
-        _, (grads, _) = jax.eval_shape(gradients, state, params, x)
-        assert jax.tree.structure(grads) == jax.tree.structure(params)
-        assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
 
 
 def test_float64(x64):

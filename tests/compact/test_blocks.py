@@ -18,12 +18,7 @@ from reference import (
 )
 
 from optax_mp.compact import _blocks
-from optax_mp.compact._blocks import (
-    choose_blocks,
-    choose_group,
-    dequantize,
-    quantize,
-)
+from optax_mp.compact._blocks import choose_blocks, choose_group, dequantize, quantize
 from optax_mp.compact._random_numbers import rounding_keys
 from optax_mp.trees._quantized import Code
 
@@ -375,29 +370,3 @@ def test_no_value_in_shifted_columns_is_lost(stochastic, dtype):
     top = np.sort(np.abs(clean), 0)[-8:]  # of each column
     near = np.sort(np.abs(back), 0)[-8:]
     np.testing.assert_allclose(near, top, rtol=0.1 if "8" in dtype else 1e-3)
-
-
-def test_shifted_columns_are_right_on_average():
-    dtype = "uint8"
-    x = columns((128, 128), dtype)
-    keys = jax.vmap(rounding_key)(jnp.arange(500))
-    like = quantized_zeros(x, dtype, 32, None, True)
-    draw = jax.jit(jax.vmap(lambda key: dequantize(quantize(x, like, key))))
-    back = np.asarray(draw(keys), np.float64)
-    error = 6 * back.std(0) / np.sqrt(len(back)) + 1e-6 * np.abs(x)
-    each = np.ldexp(
-        block_scales(np.ldexp(x, column_shifts(x, 32)[1]), 32)[1],
-        -column_shifts(x, 32)[1],
-    )
-    error += worst_error(x, each, dtype, 1.0) * 10 / len(back)
-    assert (np.abs(back.mean(0) - x) <= error).all()
-
-
-def test_layers_have_shifts_of_their_own():
-    dtype = "uint8"
-    layers = np.stack([columns((64, 128), dtype), columns((64, 128), dtype)[:, ::-1]])
-    want = [encode(x, dtype, shifts=True) for x in layers]
-    want = as_bits(jax.tree.map(lambda *x: jnp.stack(x), *map(tuple, want)))
-    assert as_bits(tuple(encode(layers, dtype, shifts=True))) == want
-    by_vmap = jax.vmap(lambda x: tuple(encode(x, dtype, shifts=True)))(layers)
-    assert as_bits(by_vmap) == want

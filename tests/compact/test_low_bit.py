@@ -10,13 +10,13 @@ import optax.contrib
 import pytest
 from comparison import as_bits, avals
 from jax.sharding import NamedSharding, PartitionSpec
+from low_bit_examples import example, is_quantized, kinds, quantized_leaves
 from optimizers import OPTIMIZERS, PER_EXAMPLE, extra_arguments
 from reference import adamw_step, block_codes, block_scales, block_values
 from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp import low_bit_state
-from optax_mp.compact import Quantized
 from optax_mp.compact._blocks import dequantize
 
 # The table's adafactor has factors, which are too small to be that is quantized.
@@ -29,22 +29,11 @@ EVERY = OPTIMIZERS | {
     "rmsprop, centered": lambda: optax.rmsprop(1e-2, centered=True, momentum=0.9),
     "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
 }
-FORMS = {
-    "8 bits": {},
-    "16 bits": {"bits": 16},
-    "bfloat16": {"dtype": jnp.bfloat16},
-}
+FORMS = {"8 bits": {}, "16 bits": {"bits": 16}, "bfloat16": {"dtype": jnp.bfloat16}}
 
 
 def low_bit(name, **settings):
     return low_bit_state(EVERY[name](), min_size=100, **settings)
-
-
-def example(dtype="float32"):
-    """Return params with a matrix of which the state is quantized, and a bias."""
-    rng = np.random.default_rng(0)
-    params = {"w": rng.standard_normal((20, 12)) * 0.1, "b": np.full(12, 0.1)}
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
 
 
 def objective(params):
@@ -110,25 +99,6 @@ def fitted(name, tx):
 @functools.cache
 def bare_loss(name):
     return fitted(name, EVERY[name]())[0]
-
-
-def is_quantized(node):
-    return isinstance(node, Quantized)
-
-
-def quantized_leaves(state):
-    """Return what is quantized, by the end of its path."""
-    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
-    return {
-        jax.tree_util.keystr(path).split(".")[-1]: leaf
-        for path, leaf in found
-        if is_quantized(leaf)
-    }
-
-
-def kinds(state):
-    """Return the dtype of codes of each leaf that is quantized."""
-    return {k: q.codes.dtype.name for k, q in quantized_leaves(state).items()}
 
 
 def first_noises(steps):
@@ -289,11 +259,7 @@ def test_it_trains_as_the_bare_optimizer(name, form):
 
 # Second moments of which the analysis does not know that they are never negative, or
 # that come by another way: sizes of gradients that differ by 10^4 within a block.
-@mostly_slow(
-    "name",
-    ["momo_adam", "sophia"],
-    "momo_adam".__eq__,
-)
+@mostly_slow("name", ["momo_adam", "sophia"], "momo_adam".__eq__)
 def test_small_second_moments_in_a_block_do_not_blow_the_step_up(name):
     rng = np.random.default_rng(1)
     sizes = np.geomspace(1e-4, 1, 32).astype(np.float32)
@@ -337,19 +303,6 @@ def second_moment(settings, steps=3000, b2=0.999):
 
 
 def test_a_bfloat16_moment_stalls_unless_rounded_stochastically():
-    """Adam's nu of a constant gradient: at most 0.5 where the truth is 0.95."""
-    params = jnp.zeros(4, jnp.bfloat16)
-    adam = optax.adam(0.0)
-
-    @jax.jit
-    def run(state):
-        def update(state, _):
-            return adam.update(jnp.ones_like(params), state, params)[1], None
-
-        return jax.lax.scan(update, state, length=3000)[0]
-
-    # The arithmetic of plain optax would also be in bfloat16, where b2 is 1.
-    assert (run(adam.init(params))[0].nu == 0.5).all()
     stalled, truth = second_moment({"dtype": jnp.bfloat16, "seed": None})
     assert abs(truth - 0.95) < 0.001
     # A step of 0.001 (1 - nu) is under half a unit from 0.25 on.
@@ -432,68 +385,6 @@ def base(**settings):
     return low_bit_state(optax.adamw(1e-2), min_size=100, **settings)
 
 
-NESTED = {
-    "a loss scale around mixed": lambda: optax_mp.dynamic_loss_scale(
-        optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)), init_scale=1.0
-    ),
-    "partition inside": lambda: low_bit_state(
-        optax.partition(
-            {"a": optax.adamw(1e-2), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}
-        ),
-        min_size=100,
-    ),
-    "MultiSteps outside": lambda: optax.MultiSteps(base(), 2),
-}
-
-
-def as_transformation(tx):
-    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nesting", NESTED)
-def test_nested_it_stays_stable_and_follows_float32(nesting):
-    tx = as_transformation(NESTED[nesting]())
-    params = example("bfloat16" if "mixed" in nesting else "float32")
-    state = tx.init(params)
-    assert kinds(state)["mu['w']"] == "int8"
-    assert kinds(state)["nu['w']"] == "uint8" or "outside" in nesting
-    start = avals((params, state))
-    assert avals(jax.eval_shape(tx.init, params)) == start[:0] + avals(state)
-    bare = optax.adamw(1e-2)
-    if "MultiSteps" in nesting:
-        bare = as_transformation(optax.MultiSteps(bare, 2))
-    plain = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    plain_state = bare.init(plain)
-    step, bare_step = jax.jit(tx.update), jax.jit(bare.update)
-    for noise in first_noises(10):
-        grads = jax.tree.map(jnp.add, jax.grad(objective)(plain), noise)
-        updates, state = step(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        updates, plain_state = bare_step(grads, plain_state, plain)
-        plain = optax.apply_updates(plain, updates)
-        assert avals((params, state)) == start
-    got = np.asarray(params["w"], np.float64) - np.asarray(example()["w"])
-    want = np.asarray(plain["w"], np.float64) - np.asarray(example()["w"])
-    # Ten steps of 0.01 each in the direction of few-bit moments, and bfloat16 params.
-    np.testing.assert_allclose(got, want, atol=0.012)
-    assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.995
-
-
-def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
-    adamw = low_bit_state(optax.adamw(1e-3))
-    tx = optax_mp.mixed_precision(adamw, storage=optax_mp.Split(bits=8))
-    params = {
-        f"layer{i}": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16) for i in "ab"
-    }
-    state = jax.eval_shape(tx.init, params)
-    report = optax_mp.memory_report(state, params)
-    # Two bytes of param, one of remainder, two of codes, two scales of 2 for 32 weights,
-    # two shifts for 128.
-    want = 2 + 1 + 2 + 4 / 32 + 2 / 128
-    assert report.bytes_per_weight == pytest.approx(want, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -510,24 +401,23 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
             {"dtype": "bfloat16", "block_size": 64},
             r"and `block_size`, .* block_size=64",
         ),
+        *(
+            ({"column_scales": x}, "to be True or False.*, got ")
+            for x in ("no", None, 2)
+        ),
+        *(
+            ({"min_size": x}, "`min_size` to be an integer.*, got ")
+            for x in ("1", -1, True)
+        ),
+        *(
+            ({"seed": x}, "`seed` to be an integer.*, got ")
+            for x in (True, np.ones(()), np.arange(2), jax.random.key(0))
+        ),
     ],
 )
 def test_bad_settings_are_refused(settings, match):
-    with pytest.raises(ValueError, match=match):
-        low_bit_state(optax.adam(1e-3), **settings)
-
-
-WRONG = [("column_scales", x) for x in ("no", None, 2)]
-WRONG += [("min_size", x) for x in ("1", -1, True)]
-WRONG += [("seed", x) for x in (True, np.ones(()), np.arange(2), jax.random.key(0))]
-
-
-@pytest.mark.parametrize(("name", "value"), WRONG)
-def test_an_argument_of_the_wrong_kind_is_refused(name, value):
-    kind = "True or False" if name == "column_scales" else "an integer"
-    match = f"expected `{name}` to be {kind}.*, got "
     with pytest.raises((TypeError, ValueError), match=match):
-        low_bit_state(optax.adam(1e-3), **{name: value})
+        low_bit_state(optax.adam(1e-3), **settings)
 
 
 def test_what_is_no_transformation_is_refused():
@@ -661,28 +551,6 @@ def test_columns_may_differ_by_six_decades():
         nu = dequantize(low.inner_state[0].nu)
         is_off = jnp.abs(nu / state[0].nu - 1) > 0.5
         assert least <= is_off.mean() < most
-
-
-def test_small_columns_move_as_far_as_in_float32_for_any_number_of_rows():
-    """Without shifts, columns 1,000 times smaller move 0.4% as far."""
-    rows = 2, 197
-    params = {n: np.zeros((n, 128), np.float32) for n in rows}
-    small = np.arange(128) % 2 == 1
-    noise = 1 + np.random.default_rng(0).standard_normal((20, max(rows), 128))
-    noise = (noise * np.where(small, 1e-3, 1)).astype(np.float32)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(tx, noise):
-        def step(carry, noise):
-            return end(tx, *carry, {n: noise[:n] for n in rows}), None
-
-        return jax.lax.scan(step, (params, tx.init(params)), noise)[0][0]
-
-    adam = optax.adam(1e-3)
-    exact, got = run(adam, noise), run(low_bit_state(adam, min_size=1), noise)
-    for n in rows:
-        ratio = jnp.linalg.norm(got[n][:, small]) / jnp.linalg.norm(exact[n][:, small])
-        assert abs(ratio - 1) < 0.02, (n, ratio)
 
 
 @mostly_slow("way", ["auto", "explicit", "shard_map"], "auto".__eq__)

@@ -6,29 +6,24 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
-from host_memory import in_chunks, kinds, needs_memories, random_params, train
+from host_memory import (
+    ADAMW,
+    compact,
+    in_chunks,
+    kinds,
+    masters,
+    needs_memories,
+    random_params,
+    train,
+)
 from slow_cases import mostly_slow
 
 import optax_mp
 
 pytestmark = needs_memories
-ADAMW = optax.adamw(1e-2)
 
 
-def masters(storage=None, inner=ADAMW):
-    return optax_mp.mixed_precision(inner, storage=storage or optax_mp.FullCopy())
-
-
-def compact():
-    low = optax_mp.low_bit_state(ADAMW, min_size=128)
-    return masters(optax_mp.Split(8), low)
-
-
-FORMS = {
-    "float32 copies": masters,
-    "compact": compact,
-}
-
+FORMS = {"float32 copies": masters, "compact": compact}
 SLOW = pytest.param("compact", marks=pytest.mark.slow)
 
 
@@ -98,7 +93,7 @@ def test_checkpoints_are_checked(run):
     for template in (in_chunks(inner).init(params), inner.init(params)):
         optax_mp.check_checkpoint(state, template)
         optax_mp.check_checkpoint(jax.tree.map(np.asarray, state), template)
-    other = masters(inner=optax.sgd(0.1, momentum=0.9)).init(params)
+    other = masters(optax.sgd(0.1, momentum=0.9)).init(params)
     with pytest.raises(ValueError, match="check_checkpoint"):
         optax_mp.check_checkpoint(state, other)
 
@@ -114,13 +109,6 @@ def test_metrics_are_those_of_the_same_state_on_the_device():
         assert as_bits(read(state)) == as_bits(want)
     assert int(state.total_skipped_count) == 1
     optax_mp.check_loss_scale(state, params=params)
-
-
-def test_a_step_report_says_that_the_state_is_in_host_memory():
-    tx, params = in_chunks(compact()), few_params()
-    state = jax.jit(tx.init)(params)
-    for row in optax_mp.step_report(tx, params, state, params).rows:
-        assert row.tpu == row.gpu == "state in host memory"
 
 
 def test_a_report_tells_state_that_was_moved_to_the_device_unnoticed():

@@ -1,12 +1,13 @@
 """`offload` with sharded arrays."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from communication import sent_by
 from comparison import as_bits
-from host_memory import HOST, UNFUSED, in_chunks, kinds, needs_memories
+from host_memory import HOST, UNFUSED, in_chunks, kinds, masters, needs_memories, scaled
 from jax.sharding import NamedSharding, PartitionSpec
 from sharded_arrays import arrays, compact, mesh_of, shardings
 from steps import by_update
@@ -16,15 +17,7 @@ import optax_mp
 pytestmark = [needs_memories, pytest.mark.slow]
 
 
-def masters():
-    return optax_mp.mixed_precision(optax.adamw(1e-2))
-
-
-def scaled():
-    return optax_mp.dynamic_loss_scale(masters(), init_scale=4.0)
-
-
-FORMS = {"masters": masters, "compact": compact, "scaled": scaled}
+FORMS = {"masters": masters, "compact": compact, "scaled": lambda: scaled(masters())}
 
 
 def steps(tx, params, state, grads):
@@ -51,8 +44,7 @@ def assert_placed_like(state, plain):
         assert x.sharding.is_equivalent_to(placement, x.ndim), (x.sharding, placement)
 
 
-def check(kind, knows_layout):
-    mesh = mesh_of(kind)
+def check(mesh, knows_layout):
     placed = shardings(mesh)
     params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
     for make in FORMS.values():
@@ -69,17 +61,11 @@ def check(kind, knows_layout):
         assert collectives <= known, collectives
 
 
-def test_where_shardings_are_given():
-    check("Auto", knows_layout=True)
-
-
-def test_where_nothing_is_known():
-    check("Auto", knows_layout=False)
-
-
-def test_where_types_say_it():
-    with jax.set_mesh(mesh_of("Explicit")):
-        check("Explicit", knows_layout=False)
+@pytest.mark.parametrize("known", ["by settings", "nothing", "by types"])
+def test_sharded_state_is_where_it_is_without(known):
+    mesh = mesh_of("Explicit" if known == "by types" else "Auto")
+    with jax.set_mesh(mesh) if known == "by types" else contextlib.nullcontext():
+        check(mesh, knows_layout=known == "by settings")
 
 
 def test_in_shard_map():

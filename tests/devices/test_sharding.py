@@ -52,12 +52,6 @@ def test_specs_may_be_a_prefix_and_shardings():
         assert jax.tree.leaves(tx.init(PARAMS))[1].shape == (4,)
 
 
-def test_update_without_params_is_an_error():
-    tx = optax_mp.zero1(ADAMW, mesh(), "data")
-    with pytest.raises(ValueError, match="expected the current .*`params`, got None"):
-        tx.update(PARAMS, tx.init(PARAMS))
-
-
 def test_a_state_of_other_params_is_an_error():
     tx = optax_mp.zero1(optax_mp.mixed_precision(ADAMW), mesh(), "data")
     state = tx.init(PARAMS)
@@ -73,25 +67,6 @@ def test_extra_arguments_reach_the_optimizer():
         for each in (tx, bare)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-@pytest.mark.slow
-def test_a_line_search_works_inside():
-    tx = optax_mp.zero1(
-        optax_mp.mixed_precision(optax.lbfgs(memory_size=2)), mesh(), "data"
-    )
-
-    def loss(params):
-        return sum((p.astype(jnp.float32) ** 2).sum() for p in params.values())
-
-    params, state = PARAMS, tx.init(PARAMS)
-    for _ in range(3):
-        value, grad = jax.value_and_grad(loss)(params)
-        updates, state = tx.update(
-            grad, state, params, value=value, grad=grad, value_fn=loss
-        )
-        params = optax.apply_updates(params, updates)
-    assert float(loss(params)) < 1e-6
 
 
 def test_python_numbers_pass():

@@ -35,16 +35,7 @@ SLOW_COMPACT = pytest.param("5.1 bytes", marks=pytest.mark.slow)
 LAYOUTS = {
     "data": {"w": P(), "v": P(), "b": P()},
     "tensor": {"w": P(None, "model"), "v": P("model"), "b": P()},
-    "fully sharded": {"w": P("data"), "v": P("data"), "b": P("data")},
     "both": {"w": P("data", "model"), "v": P("model", "data"), "b": P("data")},
-}
-# The forms in which the step is compared with bare optax; "5.1 bytes" only where the
-# layout does not cut its blocks of 32.
-COMPARED = {
-    "data": ("split 16", "5.1 bytes"),
-    "tensor": ("full copies", "5.1 bytes"),
-    "fully sharded": ("split 16", "scaled"),
-    "both": ("full copies", "split 16", "scaled"),
 }
 
 
@@ -125,29 +116,9 @@ def bytes_on_each_device(tree):
     return [n for n in held.values() if n]
 
 
-# Without zero1: the state follows its params.
-
-
-@pytest.mark.slow
-def test_nothing_is_gathered_that_bare_optax_does_not_gather():
-    mesh = mesh_of()
-    for name, specs in LAYOUTS.items():
-        params = jax.device_put(weights(), shardings(mesh, specs))
-        bare = large(sent_by(compiled_step(ADAMW, params, mesh)))
-        for form in COMPARED[name]:
-            ours = large(sent_by(compiled_step(FORMS[form](), params, mesh)))
-            assert ours == bare, (name, form, ours, bare)
-
-
-# With zero1.
-
-
 @mostly_slow(
     ("name", "count", "way"),
-    [
-        *((name, 8, by_take_step) for name in FORMS),
-        ("5.1 bytes", 2, by_update),
-    ],
+    [*((name, 8, by_take_step) for name in FORMS), ("5.1 bytes", 2, by_update)],
     lambda name, count, way: name == "scaled" and way == by_take_step,
 )
 def test_results_are_those_of_one_device_and_each_holds_its_part(name, count, way):
@@ -186,8 +157,10 @@ def test_params_are_gathered_once_in_their_own_dtype(dtype, bits):
     assert others <= {"all-reduce", "reduce-scatter"}, sent
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_kernel_takes_the_part_of_each_device(kind):
+@pytest.mark.parametrize(
+    ("kind", "way"), [("Auto", by_update), ("Explicit", by_take_step)]
+)
+def test_a_kernel_takes_the_part_of_each_device(kind, way):
     """The layout is known, without a warning, also in a `jit` within `jit`."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
     tx = optax_mp.zero1(FORMS["5.1 bytes"](), mesh, "data")
@@ -199,14 +172,14 @@ def test_a_kernel_takes_the_part_of_each_device(kind):
             for name, shape in shapes.items()
         }
         args = params, tx.init(params), params
-        for step in (jax.jit(by_update(tx)), jax.jit(by_take_step(tx))):
-            traced = jax.jit(lambda *args, step=step: step(*args)).trace(*args)
-            calls = {"tpu": "tpu_custom_call"}
-            if jax.__version_info__ < (0, 11):  # later ones want a GPU in the mesh
-                calls["cuda"] = "triton"
-            for platform, call in calls.items():
-                text = traced.lower(lowering_platforms=(platform,)).as_text()
-                assert text.count(call) == 1, (step, platform)
+        step = jax.jit(way(tx))
+        traced = jax.jit(lambda *args: step(*args)).trace(*args)
+        calls = {"tpu": "tpu_custom_call"}
+        if jax.__version_info__ < (0, 11):  # later ones want a GPU in the mesh
+            calls["cuda"] = "triton"
+        for platform, call in calls.items():
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+            assert text.count(call) == 1, platform
         rows = optax_mp.step_report(tx, *args).rows
     assert [row.tpu for row in rows][1] == "kernel, not proved here"
 
@@ -261,7 +234,7 @@ def test_leaves_that_do_not_divide_are_handled():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "fully sharded", "both"])
+@pytest.mark.parametrize("layout", ["tensor", "both"])
 def test_params_sharded_otherwise_keep_their_layout(layout):
     mesh = mesh_of()
     where = shardings(mesh, LAYOUTS[layout])
@@ -313,15 +286,13 @@ def test_a_run_goes_on_with_and_without_and_on_other_devices(form):
 def test_wrappers_of_optax_work_inside():
     mesh = mesh_of(8, 1)
     params = everywhere(mesh, weights())
-    grads = gradients(params, 4)
+    grads = gradients(params, 3)
     labels = {"w": "a", "v": "b", "b": "a"}
     parts = {"a": optax_mp.mixed_precision(ADAMW), "b": optax.set_to_zero()}
     mixed = optax_mp.mixed_precision
     for bare in (
         optax.MultiSteps(mixed(ADAMW), 2).gradient_transformation(),
-        mixed(optax.MultiSteps(ADAMW, 2).gradient_transformation()),
         optax.partition(parts, labels),
-        mixed(optax.inject_hyperparams(optax.adamw)(1e-2)),
         optax.chain(optax_mp.dynamic_loss_scale(init_scale=1.0), mixed(ADAMW)),
     ):
         _, state = run_both(bare, optax_mp.zero1(bare, mesh, "data"), params, grads)
@@ -330,25 +301,10 @@ def test_wrappers_of_optax_work_inside():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["data", "tensor"])
-def test_explicitly_sharded_params_work(layout):
-    kinds = (AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
-    with jax.set_mesh(mesh):
-        where = shardings(mesh, LAYOUTS[layout])
-        params = jax.device_put(weights(), where)
-        grads = [jax.device_put(g, where) for g in gradients(params, 3)]
-        bare = FORMS["scaled"]()
-        got, state = run_both(bare, optax_mp.zero1(bare, mesh, "data"), params, grads)
-        assert all(lies_as(got[k], where[k]) for k in params)
-        assert state.inner_state.master_params["w"].sharding.spec[0] == "data"
-
-
-@pytest.mark.slow
 def test_float16_and_float8_and_extreme_params_land_as_without():
     mesh = mesh_of(8, 1)
     extreme = [-0.0, 0.0, 1e-30, -1e30, 3e38, jnp.inf, jnp.nan, 1.0]
-    for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
+    for dtype in ("float16", "float8_e4m3fn"):
         with np.errstate(all="ignore"):  # 3e38 is infinite in float16
             params = {"x": jnp.tile(jnp.asarray(extreme, dtype), 8)}
         update_dtype = "params" if dtype.startswith("float8") else None

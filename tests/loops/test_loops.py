@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparison import as_bits
 from loop_forms import ADAMW, FORMS
 from recent_flax import recent_nnx
 from slow_cases import mostly_slow
@@ -14,52 +13,11 @@ import optax_mp
 nnx = recent_nnx()
 train_state = pytest.importorskip("flax.training.train_state")
 in_each_form = mostly_slow("form", ["FullCopy", "5.1 bytes"], "FullCopy".__eq__)
-# `Split` warns of a model without a 16-bit param, because it would store nothing.
-WITHOUT_MASTERS = {
-    "FullCopy": optax_mp.mixed_precision(ADAMW),
-    "5.1 bytes": optax_mp.low_bit_state(ADAMW),
-}
 START = jnp.linspace(-1, 1, 128 * 128).reshape(128, 128).astype(jnp.bfloat16)
 
 
 def float32_like(tree):
     return jax.tree.map(lambda x: jnp.sin(x.astype(jnp.float32)), tree)
-
-
-def dtypes_of(optimizer):
-    """Return the dtype of each variable, as Tunix reads them around an update."""
-    return jax.tree.map(
-        lambda variable: variable.get_value().dtype,
-        nnx.state(optimizer, nnx.optimizer.OptState),
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
-
-
-@mostly_slow("form", WITHOUT_MASTERS, "FullCopy".__eq__)
-def test_a_float32_model_trains(form):
-    """As in Tunix's trainer: no leaf has a master."""
-
-    def trained(tx):
-        model = nnx.Linear(128, 128, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        before = dtypes_of(optimizer)
-
-        @nnx.jit
-        def step(model, optimizer):
-            grads = nnx.grad(lambda m: (m(jnp.ones((4, 128))) ** 2).mean())(model)
-            optimizer.update(model, grads)
-
-        for _ in range(3):
-            step(model, optimizer)
-        assert dtypes_of(optimizer) == before
-        state = nnx.state(optimizer, nnx.optimizer.OptState)
-        jax.tree.map(lambda x, _: x, state, nnx.get_partition_spec(state))
-        return nnx.as_pure(nnx.state(model))
-
-    found, bare = trained(WITHOUT_MASTERS[form]), trained(ADAMW)
-    if form == "FullCopy":
-        assert as_bits(found) == as_bits(bare)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-3), found, bare)
 
 
 @in_each_form

@@ -1,8 +1,5 @@
 """Loops of frameworks on eight devices: Linen, NNX, haliax, openpi's rule."""
 
-from typing import Any
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +12,6 @@ from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
-from optax_mp.trees._quantized import Code
 
 nnx = recent_nnx()
 nn = pytest.importorskip("flax.linen")
@@ -199,32 +194,6 @@ def test_zero1_and_offload_say_where_their_state_is():
         chosen = optax_mp.state_shardings(tx, params, whole)
         assert chosen.master_params["w"].memory_kind == "pinned_host"
         assert chosen.inner_state.step_count.memory_kind == "device"
-
-
-class Module(eqx.Module):
-    codes: Any
-    scales: Any
-
-
-def test_the_names_of_params_change_no_sharding():
-    by_rows = NamedSharding(MESH, PartitionSpec("fsdp"))
-    a = jax.device_put(jnp.ones((128, 256), jnp.bfloat16), by_rows)
-    b = jax.device_put(jnp.ones((64, 256), jnp.bfloat16), by_rows)
-    for params in (Module(a, b), {"master_params": {"codes": a}, "mu": {"scales": b}}):
-        for leaf in jax.tree.leaves(jax.jit(COMPACT.init)(params)):
-            is_sharded = not leaf.sharding.is_fully_replicated
-            assert is_sharded == (leaf.ndim > 0), (type(params), leaf.shape)
-
-
-def test_explicit_parts_shorter_than_a_block():
-    """As more than 8 devices may have them: gathered, and right."""
-    mesh = jax.make_mesh((8,), ("data",))
-    values, runs = jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), []
-    for spec in (PartitionSpec(None, "data"), PartitionSpec("data", None)):
-        x = jax.device_put(values, NamedSharding(mesh, spec))
-        stored = quantize(x, quantized_zeros(x, Code("int8", -1, 32)), None)
-        runs.append(list(map(np.asarray, (*stored, dequantize(stored)))))
-    assert all(map(np.array_equal, *runs))
 
 
 def in_one_pass(params, state):

@@ -128,41 +128,6 @@ def test_the_end_of_an_accumulation_is_seen_through_all_wrappers():
     assert seen == [False, True, False, True]
 
 
-@mostly_slow("form", ["FullCopy", "5.1 bytes"], lambda form: form == "FullCopy")
-def test_only_adapters_have_a_state(form):
-    """As in Tunix: a float32 model with LoRA, of which the optimizer sees a part."""
-
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(128, 128, rngs=rngs)
-            self.lora = nnx.LoRA(128, 64, 128, base_module=self.layer, rngs=rngs)
-
-        def __call__(self, x):
-            return self.lora(x)
-
-    model = Net(nnx.Rngs(0))
-    low = optax_mp.cast_floating(nnx.state(model, nnx.LoRAParam), jnp.bfloat16)
-    nnx.update(model, low)
-    optimizer = nnx.Optimizer(model, FORMS[form], wrt=nnx.LoRAParam)
-    only = nnx.DiffState(0, nnx.LoRAParam)
-
-    @nnx.jit
-    def step(model, optimizer):
-        grads = nnx.grad(lambda m: ((m(X) - 1) ** 2).mean(), argnums=only)(model)
-        optimizer.update(model, grads)
-
-    before = as_bits(nnx.as_pure(nnx.state(model.layer)))
-    adapters = as_bits(nnx.as_pure(nnx.state(model, nnx.LoRAParam)))
-    dtypes = [x.dtype for x in jax.tree.leaves(nnx.state(optimizer))]
-    for _ in range(2):
-        step(model, optimizer)
-    assert as_bits(nnx.as_pure(nnx.state(model.layer))) == before
-    assert as_bits(nnx.as_pure(nnx.state(model, nnx.LoRAParam))) != adapters
-    assert [x.dtype for x in jax.tree.leaves(nnx.state(optimizer))] == dtypes
-    paths = [path for path, _ in nnx.to_flat_state(nnx.state(optimizer.opt_state))]
-    assert not any("layer" in path for path in paths)
-
-
 def test_a_line_search_goes_on_from_its_results_at_masters():
     names = names_of("recipes.md", "line_search_step")
     assert names["line_search_step"]._cache_size() == 1

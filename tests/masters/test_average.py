@@ -232,21 +232,6 @@ def test_boxes_masks_and_edits():
     assert state.average["w"].tolist() == [0.75, 0.75]
 
 
-def test_maps_and_gradients_pass_through():
-    tx, params = averaged(optax.sgd(1.0)), {"w": jnp.arange(6.0).reshape(2, 3)}
-
-    def loss(grads, params, state):
-        updates, state = tx.update(grads, state, params)
-        updates, state = tx.update(grads, state, optax.apply_updates(params, updates))
-        return updates["w"].sum(), state
-
-    state = jax.vmap(tx.init)(params)
-    run = jax.jit(jax.vmap(jax.grad(loss, has_aux=True)))
-    slopes, state = run(params, params, state)
-    assert (slopes["w"] == -1).all()
-    assert (state.average["w"] == 0.5 * params["w"] - 0.5 * params["w"]).all()
-
-
 @mostly_slow(
     ("order", "step"),
     itertools.product(
@@ -289,8 +274,6 @@ IN_HOST_MEMORY = {
     "in a scale": (by_update, lambda x: scaled(hosted(x))),
     "taken": (by_take_step, lambda x: hosted(scaled(x))),
     "both": (by_take_step, lambda x: off(hosted(scaled(x)))),
-    "both, inside": (by_take_step, lambda x: hosted(off(scaled(x)))),
-    "offload alone": (by_update, lambda x: off(averaged(scaled(x)))),
     "of the state": (by_update, lambda x: averaged(off(scaled(x)))),
 }
 
@@ -355,19 +338,3 @@ def test_wrong_arguments_and_averages_in_16_bits_are_said():
     ema = optax.chain(SGD, optax.ema(0.999))
     with pytest.warns(optax_mp.MixedPrecisionWarning, match="averages in bfloat16"):
         optax_mp.master_params(ema.init(params), params)
-
-
-def test_a_released_stack_has_its_average():
-    def loss(layers, rest, x):
-        x, _ = optax_mp.scan_layers(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    tx, layers = averaged(MASTERS), params_of()["w"].reshape(4, 8, 8)
-    state = jax.vmap(tx.init)(layers)
-    first = state.average
-    step = jax.jit(optax_mp.release_gradients(loss, tx))
-    for _ in range(2):
-        *_, layers, state = step(state, layers, {}, jnp.ones((2, 8), jnp.bfloat16))
-    masters = state.inner_state.master_params
-    average = optax_mp.average_params(state, layers)
-    assert as_bits(average) == as_bits(0.5 * first + 0.5 * masters) != as_bits(first)

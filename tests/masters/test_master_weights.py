@@ -274,10 +274,6 @@ W = r"\['layer'\]\['w'\]"
     ("given", "message"),
     [
         (
-            {"params": None},
-            r"ValueError: mixed_precision: expected .* `params`, got None; .*update\(gr",
-        ),
-        (
             {"params": with_leaf(PARAMS, jnp.ones(3))},
             rf"ValueError: .* param {W} in a dtype narrower than its float32 master, "
             r'.*, got float32\[3\]; .* promoted it .*`equinox.apply_updates`.*update_dtype="pa',
@@ -300,20 +296,12 @@ W = r"\['layer'\]\['w'\]"
             rf"ValueError: .*{W} in bfloat16, as `param_dtype` says, got float16\[3\]; ",
         ),
         (
-            {"grads": with_leaf(GRADS, jnp.ones((2, 3)))},
-            rf"ValueError: .* {W} to have the shape of float32\[3\], got float32\[2,3\]; ",
-        ),
-        (
             {"grads": with_leaf(GRADS, jnp.ones(3, jnp.complex64))},
             rf"TypeError: .* gradient of {W} to be real, got complex64\[3\] for the param",
         ),
         (
             {"grads": with_leaf(GRADS, {"a": jnp.ones(3)})},
             rf"ValueError: .*the gradients at {W} to be one leaf, .*, got a dict",
-        ),
-        (
-            {"grads": [GRADS["layer"], GRADS["norm"]]},
-            r"ValueError: .*the gradients and `params` must have the same structure",
         ),
         (
             {"params": PARAMS | {"more": jnp.ones(1)}},

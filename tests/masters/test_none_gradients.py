@@ -57,8 +57,7 @@ def by_jax(state, params, x):
 
 @mostly_slow("form", FORMS, lambda form: form in ("masters", "loss scale"))
 @pytest.mark.parametrize(
-    ("way", "gradient"),
-    [("take_step", by_value_and_grad), ("apply_updates", by_jax)],
+    ("way", "gradient"), [("take_step", by_value_and_grad), ("apply_updates", by_jax)]
 )
 def test_integer_params_stay_in_everybodys_loop(form, way, gradient):
     if form in ("loss scale", "link", "chain") and gradient is by_jax:

@@ -123,26 +123,6 @@ def test_a_rule_gets_no_extra_argument_but_its_own(around):
     assert updates["w"].shape == (3,)
 
 
-@pytest.mark.parametrize("jitted", [True, False])
-def test_a_new_array_in_two_places_of_the_state_replaces_neither(jitted):
-    """Each place keeps its own old array in a skipped step."""
-
-    def update(updates, state, params=None):
-        return updates, (updates, updates)
-
-    def init(params):
-        return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.ones_like, params)
-
-    tx = optax_mp.dynamic_loss_scale(optax.GradientTransformation(init, update))
-    params = {"w": jnp.ones(3)}
-    state = tx.init(params)
-    step = jax.jit(tx.update) if jitted else tx.update
-    _, skipped = step({"w": jnp.full(3, np.nan)}, state, params)
-    assert as_bits(skipped.inner_state) == as_bits(state.inner_state)
-    _, taken = step({"w": jnp.full(3, 2.0)}, state, params)
-    assert as_bits(taken.inner_state[0]) == as_bits(taken.inner_state[1])
-
-
 @pytest.mark.parametrize("grad_dtype", ["float32", "float16"])
 @pytest.mark.parametrize("where", ["alone", "inside", "behind a link"])
 def test_a_choice_copies_no_state(where, grad_dtype):

@@ -24,20 +24,7 @@ FRAMEWORKS = {
 }
 # Of one shape: `FORMS` and `train(dtype, tx, batches)`.
 LOOPS = [*FRAMEWORKS, "lookahead", "schedule_free"]
-HALVES = ["bfloat16", "float16"]
 STEPS, BAD_STEP = 8, 5
-
-
-def combinations(forms, default):
-    """Return names with forms; those that are not to run by default marked as slow."""
-    return [
-        pytest.param(
-            name, form, marks=() if (name, form) in default else pytest.mark.slow
-        )
-        for name in LOOPS
-        for form in forms
-        if form != "compact" or name in FRAMEWORKS
-    ]
 
 
 @functools.cache
@@ -49,19 +36,6 @@ def example(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def nnx():
-    return pytest.importorskip("flax.nnx")
-
-
-def equinox():
-    return pytest.importorskip("equinox")
-
-
-def pure(tree):
-    """Return an NNX tree with arrays in the place of Variables."""
-    return recent_nnx().as_pure(tree)
 
 
 # Training
@@ -77,52 +51,50 @@ def trained(name, form, batches):
     else:
         params, opt_state = run
     if name == "flax_nnx":
-        params = pure(nnx().state(params, nnx().Param))
-        opt_state = pure(opt_state.opt_state)
+        nnx = recent_nnx()
+        params = nnx.as_pure(nnx.state(params, nnx.Param))
+        opt_state = nnx.as_pure(opt_state.opt_state)
     if name == "equinox_mlp":
-        params = equinox().filter(params, equinox().is_inexact_array)
+        equinox = pytest.importorskip("equinox")
+        params = equinox.filter(params, equinox.is_inexact_array)
     return params, opt_state, np.array(losses, np.float32)
 
 
-def batches_of(name, form):
-    """Return a few batches; for a loss scale one of them is infinite."""
+def short_run(name, form, steps=STEPS):
+    """Return what `trained` does after a few steps; with a loss scale one is skipped."""
     x, y = example(name).data(STEPS)
     if form == "float16":
         x[BAD_STEP] = np.inf
-    return x, y
+    return trained(name, form, (x[:steps], y[:steps]))
 
 
-@functools.cache
-def short_run(name, form, steps=STEPS):
-    batches = (array[:steps] for array in batches_of(name, form))
-    return trained(name, form, tuple(batches))
+# Each framework with a loss scale, and what takes longer in one form.
+HALF_RUNS = [(name, "float16") for name in LOOPS] + [("plain_jax", "bfloat16")]
+TRAINED = [(name, "bfloat16") for name in LOOPS]
+TRAINED += [
+    ("plain_jax", "float16"),
+    ("flax_nnx", "compact"),
+    ("equinox_mlp", "compact"),
+]
 
 
-# In the default run each once; all else takes longer.
-DEFAULT = {("plain_jax", "float16")}
-HALF_RUNS = combinations(HALVES, DEFAULT)
-
-
-@pytest.mark.parametrize("name, form", HALF_RUNS)
-def test_params_are_rounded_masters(name, form):
-    params, opt_state, _ = short_run(name, form)
+@mostly_slow(
+    ("name", "form"), HALF_RUNS, lambda *case: case == ("plain_jax", "float16")
+)
+def test_params_are_rounded_masters_and_nothing_changes_its_dtype(name, form):
+    (params, opt_state, losses), start = short_run(name, form), short_run(name, form, 0)
     masters = optax_mp.master_params(opt_state, params)
     assert {x.dtype.name for x in jax.tree.leaves(masters)} == {"float32"}
     assert as_bits(optax_mp.cast_floating(masters, form)) == as_bits(params)
-
-
-@pytest.mark.parametrize("name, form", HALF_RUNS)
-def test_nothing_changes_its_structure_or_dtype(name, form):
-    start, end = short_run(name, form, 0), short_run(name, form)
-    assert avals(end[:2]) == avals(start[:2])
-    assert as_bits(end[0]) != as_bits(start[0])
+    assert avals((params, opt_state)) == avals(start[:2])
+    assert as_bits(params) != as_bits(start[0])
     if form == "float16":
-        assert end[1].total_skipped_count >= 1 and np.isnan(end[2][BAD_STEP])
-        assert end[1].finite_count == STEPS - 1 - BAD_STEP
+        assert opt_state.total_skipped_count >= 1 and np.isnan(losses[BAD_STEP])
+        assert opt_state.finite_count == STEPS - 1 - BAD_STEP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, form", combinations([*HALVES, "compact"], ()))
+@pytest.mark.parametrize("name, form", TRAINED)
 def test_the_loss_falls_as_in_float32(name, form):
     batches = example(name).data()
     losses, full = (trained(name, each, batches)[2] for each in (form, "float32"))

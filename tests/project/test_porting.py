@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparison import as_bits
 from guide import names_of
+from reference import LossScaleRule
 from slow_cases import mostly_slow
 
 import optax_mp
@@ -52,47 +54,6 @@ def old_beside_new(page, **names):
     return run(block(page, "py"), **{**model, **names}), new_code(page)
 
 
-def as_bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def random_finite(seed=0, steps=400, share_bad=0.02):
-    return np.random.default_rng(seed).random(steps) >= share_bad
-
-
-def scaled(**settings):
-    return optax_mp.dynamic_loss_scale(optax.sgd(0.1), **settings)
-
-
-@functools.cache
-def jitted_update(**settings):
-    return jax.jit(scaled(**settings).update)
-
-
-def scales_of(sequence, scale=2.0**16, finite_count=0, **settings):
-    """Return the scale after each step of a transform, and its last state."""
-    params, update = jnp.ones(2), jitted_update(**settings)
-    state = carried(scaled(**settings), params, scale, finite_count)
-    scales = []
-    for finite in sequence:
-        grads = np.full(2, 1.0 if finite else np.nan, np.float32)
-        _, state = update(grads, state, params)
-        scales.append(float(state.scale))
-    return scales, state
-
-
-def carried(tx, params, scale, finite_count):
-    """Return a state with the scale and the count of an old run, as the page has it."""
-    return tx.init(params)._replace(
-        scale=jnp.float32(scale), finite_count=jnp.int32(finite_count)
-    )
-
-
-@jax.jit
-def adjusted(scale, finite):
-    return scale.adjust(finite)
-
-
 @mostly_slow("page", TRAINING, lambda page: page == "torch")
 def test_new_code_trains(page):
     _, losses = new_code(page)
@@ -119,21 +80,6 @@ def test_names_that_jmp_has_and_optax_mp_has_not_are_those_named():
     missing = set(jmp.__all__) - set(optax_mp.__all__)
     assert missing == {"cast_to_half", "cast_to_full", "LossScale"}
     assert all(f"`{name}`" in PAGES["jmp"] for name in missing)
-
-
-def test_scale_moves_as_with_jmp():
-    jmp = pytest.importorskip("jmp")
-    old = jmp.DynamicLossScale(jnp.float32(2.0**10), period=8)
-    new = optax_mp.DynamicLossScale(2.0**10, period=8)
-    sequence, scales = random_finite(0, 200, 0.12), []
-    for finite in sequence:
-        old, new = adjusted(old, finite), adjusted(new, finite)
-        assert float(new.loss_scale) == float(old.loss_scale)
-        assert int(new.counter) == int(old.counter)
-        scales.append(float(old.loss_scale))
-    found, _ = scales_of(sequence, 2.0**10, growth_interval=8, min_scale=1.0)
-    assert found == scales
-    assert len(set(scales)) > 3 and min(scales) == 1
 
 
 @pytest.mark.slow
@@ -163,23 +109,6 @@ def test_masters_by_hand_are_those_of_mixed_precision_bit_for_bit():
     assert as_bits(start["params"]) != as_bits(new["params"])
 
 
-class TorchScaler:
-    """GradScaler's numbers, after its kernel: a tracker, and no limits."""
-
-    def __init__(self, scale=2.0**16, tracker=0, interval=2000):
-        self.scale, self.tracker, self.interval = np.float32(scale), tracker, interval
-
-    def update(self, finite):
-        if not finite:
-            self.scale, self.tracker = np.float32(self.scale * np.float32(0.5)), 0
-            return
-        self.tracker += 1
-        if self.tracker == self.interval:
-            doubled = np.float32(self.scale * np.float32(2))
-            self.scale = doubled if np.isfinite(doubled) else self.scale
-            self.tracker = 0
-
-
 def adamw_of_torch(params, grads, m, v, count, rate=1e-3, decay=0.01):
     """Return a step of AdamW as torch documents it, in float64."""
     params = params * (1 - rate * decay)
@@ -193,21 +122,20 @@ def test_run_with_torch_goes_on():
     names, _ = new_code("running", 0)
     params, state, tx = names["params"], names["opt_state"], names["tx"]
     old, scaler = (np.ones(4), np.full(4, 0.1), np.full(4, 0.01), 7000), names["scaler"]
-    torch = TorchScaler(
-        scaler["scale"], scaler["_growth_tracker"], scaler["growth_interval"]
-    )
+    torch = LossScaleRule(scaler["scale"], scaler["growth_interval"])
+    torch.finite_count = scaler["_growth_tracker"]
     update, rng = jax.jit(tx.update), np.random.default_rng(6)
     for step in range(200):
         grads, finite = rng.normal(size=4), step not in (5, 6, 190)
         if finite:
             old = adamw_of_torch(old[0], grads, *old[1:])
         scaled_grads = grads * float(torch.scale) if finite else np.full(4, np.inf)
-        torch.update(finite)
+        torch.step("." if finite else "x")
         grads = {"w": np.float32(scaled_grads)}
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
         assert float(state.scale) == torch.scale
-        assert int(state.finite_count) == torch.tracker
+        assert int(state.finite_count) == torch.finite_count
     np.testing.assert_allclose(params["w"], old[0], rtol=1e-5)
     assert np.abs(old[0] - 1).max() > 1e-3
     assert int(optax.tree.get(state, "count")) == old[3] == 7197

@@ -101,12 +101,6 @@ def test_descriptions_give_a_described_state():
     assert avals(described) == avals(tx.init(params))
 
 
-def test_the_proposal_needs_params():
-    tx, params = rfc.with_master_params(optax.sgd(1e-2)), params_in("bfloat16")
-    with pytest.raises(ValueError, match="call `update` with `params`"):
-        tx.update(params, tx.init(params))
-
-
 def test_its_state_goes_on_in_any_form_of_this_package():
     params = {"w": params_in("bfloat16")["w"], "norm": jnp.ones(64)}
     grads = optax_mp.cast_floating(gradients(params), "float32")

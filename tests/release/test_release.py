@@ -197,15 +197,6 @@ def test_a_norm_of_each_layer_is_an_explicit_choice():
 # What else a model has
 
 
-def with_slices_of_rest(layers, rest, x):
-    def block(x, inputs):
-        return dense(x, inputs["w"]) * inputs["scale"], None
-
-    scales = jnp.arange(1.0, LAYERS + 1) * rest["gain"]
-    x, _ = SCAN(block, x @ rest["in"], {"w": layers, "scale": scales})
-    return jnp.mean(x**2)
-
-
 def with_a_mixed_carry(layers, rest, x):
     def block(carry, inputs):
         x, aux, count, key = carry
@@ -221,24 +212,23 @@ def with_a_mixed_carry(layers, rest, x):
     return jnp.mean(x**2) * rest["gain"] + aux / count + counts.sum()
 
 
-def with_a_policy(layers, rest, x):
+def in_reverse_with_slices_of_rest(layers, rest, x):
     policy = jax.checkpoint_policies.dots_saveable
-    block = jax.checkpoint(lambda x, w: (dense(x, w), None), policy=policy)
-    x, _ = SCAN(block, x @ rest["in"], layers, unroll=2)
-    return jnp.mean(x**2) * rest["gain"]
 
+    @functools.partial(jax.checkpoint, policy=policy)
+    def block(x, inputs):
+        return dense(x, inputs["w"]) * inputs["scale"], x
 
-def in_reverse(layers, rest, x):
-    x, _ = SCAN(lambda x, w: (dense(x, w), x), x @ rest["in"], layers, reverse=True)
-    return jnp.mean(x**2) * rest["gain"]
+    inputs = {"w": layers, "scale": jnp.arange(1.0, LAYERS + 1) * rest["gain"]}
+    x, _ = SCAN(block, x @ rest["in"], inputs, reverse=True, unroll=2)
+    return jnp.mean(x**2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fun", [with_slices_of_rest, with_a_mixed_carry, with_a_policy, in_reverse]
-)
+@pytest.mark.parametrize("fun", [with_a_mixed_carry, in_reverse_with_slices_of_rest])
 def test_models_take_the_separate_step(fun):
-    check(optax.adam(1e-2), fun)
+    # XLA multiplies and adds in one in some programs of two unrolled layers only.
+    check(optax.adam(1e-2), fun, exact=fun is with_a_mixed_carry)
 
 
 EXPERTS, LENGTH = 2, 5
@@ -296,21 +286,6 @@ def test_a_decoder_with_experts_takes_the_separate_step():
 KEY, ONES = jax.random.key(7), jnp.ones((5, WIDTH))
 
 
-def linen_model():
-    nn = pytest.importorskip("flax.linen")
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            x = x + nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x))
-            return x, None
-
-    rngs = {"params": True, "dropout": True}
-    stack = nn.scan(Block, {"params": 0}, split_rngs=rngs, length=LAYERS)()
-    layers = stack.init({"params": KEY, "dropout": KEY}, ONES, None)
-    return layers, lambda w, x, key: Block().apply(w, x, None, rngs={"dropout": key})[0]
-
-
 def nnx_model():
     nnx = pytest.importorskip("flax.nnx")
 
@@ -327,22 +302,9 @@ def nnx_model():
     return layers, lambda w, x, key: nnx.merge(layer, w)(x, key)
 
 
-def equinox_model():
-    make = eqx.filter_vmap(lambda key: eqx.nn.Linear(WIDTH, WIDTH, key=key))
-    made = make(jax.random.split(KEY, LAYERS))
-    layers, static = eqx.partition(made, eqx.is_inexact_array)
-    dropout = eqx.nn.Dropout(0.5)
-
-    def layer(w, x, key):
-        return x + dropout(jax.vmap(eqx.combine(w, static))(x), key=key)
-
-    return layers, layer
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [linen_model, nnx_model, equinox_model])
-def test_modules_with_dropout_take_the_separate_step(make):
-    layers, layer = make()
+def test_modules_with_dropout_take_the_separate_step():
+    layers, layer = nnx_model()
 
     def fun(layers, rest, x):
         @jax.checkpoint
@@ -730,18 +692,32 @@ def test_weights_that_would_stand_still_or_move_twice_are_an_error(fun, match):
     refuse(match, fun=fun)
 
 
-def test_layers_that_are_read_for_a_metric_are_refused():
-    def with_norm(layers, rest, x):
-        return loss(layers, rest, x), optax.tree.norm(layers)
-
-    refuse("reads or changes them outside", fun=with_norm, has_aux=True)
+def with_norm(layers, rest, x):
+    return loss(layers, rest, x), optax.tree.norm(layers)
 
 
-def test_no_layers_and_narrow_ones_are_refused():
-    refuse("leading axes of 0", layers=layers_of(count=0))
-    refuse("with no arrays", layers={}, state=optax.sgd(0.1, momentum=0.9).init({}))
-    narrow = layers_of() | {"i": jnp.zeros((LAYERS, 2), jnp.int4)}
-    refuse(r"\['i'\] in 8 bits or more, got int4\[4,2\]", layers=narrow)
+ADAM = optax.adam(0.1)
+UNFIT = {
+    "reads or changes them outside": {"fun": with_norm, "has_aux": True},
+    "leading axes of 0": {"layers": layers_of(count=0)},
+    "with no arrays": {"layers": {}, "state": optax.sgd(0.1, momentum=0.9).init({})},
+    r"\['i'\] in 8 bits or more, got int4\[4,2\]": {
+        "layers": layers_of() | {"i": jnp.zeros((LAYERS, 2), jnp.int4)}
+    },
+    r"at \['kernel'\] to be .* of 3 layers, got float32\[4,6,6\]": {
+        "layers": layers_of() | {"bias": jnp.zeros((3, WIDTH))}, "state": (),
+    },
+    "what `tx.update` returns .* wrap `tx`": {"layers": layers_of(jnp.bfloat16)},
+    r"`opt_state` to be .* int32\[4\] as \[0\].count, got int32\[\]; pass": {
+        "tx": ADAM, "state": ADAM.init(layers_of()),
+    },
+    "with 5 as its number of arrays, got 1": {"tx": ADAM, "state": {"n": jnp.zeros(4)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", UNFIT)
+def test_what_does_not_fit_is_named(words):
+    refuse(words, **UNFIT[words])
 
 
 def with_lax_scan(layers, rest, x):
@@ -779,26 +755,6 @@ def test_optimizers_for_other_trees_are_refused():
     states = {"encoder": jax.vmap(tx.init)(layers), "decoder": state}
     with pytest.raises(ValueError, match="a loss has one scale, got 1 in 2 optim"):
         step(states, {"encoder": layers, "decoder": layers}, rest_of(), batches()[0])
-
-
-def test_a_state_that_is_not_stacked_is_refused():
-    tx = optax.adam(0.1)
-    match = r"`opt_state` to be .* int32\[4\] as \[0\].count, got int32\[\]; pass"
-    refuse(match, tx, state=tx.init(layers_of()))
-    refuse("with 5 as its number of arrays, got 1", tx, state={"count": jnp.zeros(4)})
-
-
-def test_layers_of_different_depths_are_refused():
-    layers = layers_of() | {"bias": jnp.zeros((3, WIDTH))}
-    refuse(
-        r"`layers` at \['kernel'\] to be .* of 3 layers, got float32\[4,6,6\]",
-        layers=layers,
-        state=(),
-    )
-
-
-def test_a_state_that_changes_its_dtype_is_refused():
-    refuse("what `tx.update` returns .* wrap `tx`", layers=layers_of(jnp.bfloat16))
 
 
 def test_float16_warns_that_there_is_no_loss_scale():

@@ -19,26 +19,39 @@ S = jax.ShapeDtypeStruct((8,), jnp.float32)
 FLOPS = 2 * 8**3  # of one product of these
 
 
-def counts(fun, *args):
-    """Return how often each product runs."""
-    report = precision_report(fun, *args)
-    for each in report.products:
-        assert each.flops == each.count * FLOPS
-    return [each.count for each in report.products]
-
-
 # How often products run
 
 
-def test_a_scan_counts_each_iteration():
-    def fun(x, w):
-        return lax.scan(lambda x, _: (x @ w, None), x, None, 5)[0]
+def scanned(x, w):
+    return lax.scan(lambda x, _: (x @ w, None), x, None, 5)[0]
 
-    assert counts(fun, F, F) == [5]
-    loss = lambda w: fun(*w).sum()  # noqa: E731
-    assert counts(loss, (F, F)) == [5, 5, 5]
-    nested = lambda x, w: lax.scan(lambda x, _: (fun(x, w), None), x, None, 3)[0]  # noqa: E731
-    assert counts(nested, F, F) == [15]
+
+def sharded(x, w):
+    mesh, spec = Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec("x")
+    specs = {"in_specs": (spec, PartitionSpec()), "out_specs": spec}
+    return shard_map(jnp.matmul, mesh=mesh, **specs)(x, w)
+
+
+COUNTS = {
+    "a scan": (scanned, [5]),
+    "its gradient": (lambda x, w: scanned(x, w).sum(), [5, 5]),
+    "a scan in another": (
+        lambda x, w: lax.scan(lambda x, _: (scanned(x, w), None), x, None, 3)[0], [15]
+    ),
+    "jit in jit": (jax.jit(jax.jit(jnp.matmul)), [1]),
+    "remat": (jax.checkpoint(jnp.matmul), [1]),
+    "a name": (jax.named_call(jnp.matmul), [1]),
+    "shards": (sharded, [1]),
+    "what nothing reads": (lambda x, w: (x @ w, x + 1)[1], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_products_count_as_often_as_they_run(name):
+    fun, counts = COUNTS[name]
+    products = precision_report(fun, F, F).products
+    assert [each.count for each in products] == counts
+    assert all(each.flops == each.count * FLOPS for each in products)
 
 
 def test_a_while_loop_counts_one_iteration_and_says_so():
@@ -57,33 +70,6 @@ def test_of_branches_the_costliest_counts():
 
     report = precision_report(fun, jnp.int32(0), F)
     assert [each.count for each in report.products] == [1, 1, 0]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.jit(f)), jax.named_call],
-    ids=["jit", "remat", "nested", "named"],
-)
-def test_calls_count_what_is_inside(wrap):
-    assert counts(wrap(lambda x: x @ x), F) == [1]
-
-
-def test_a_shard_map_counts_all_shards():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    spec = PartitionSpec("x")
-    fun = shard_map(
-        jnp.matmul, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
-    )
-    assert counts(fun, F, F) == [1]
-
-
-def test_what_nothing_reads_does_not_count():
-    def fun(x):
-        unused = x @ x
-        del unused
-        return x + 1
-
-    assert counts(fun, F) == []
 
 
 # The backward pass

@@ -6,24 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 import small_models
-from jax import lax
-from recent_flax import recent_nnx
 
 import optax_mp
 from optax_mp import amp, precision_report
 
-MODELS = [f"{x}_transformer" for x in ("linen", "nnx", "equinox", "haiku")]
-MODELS.append("nnx_convolutions")
+shapes_of_u_net = functools.partial(small_models.nnx_u_net, are_shapes_enough=True)
 POLICY = optax_mp.get_policy("p=bf16", keep_f32=("*norm*",))
-
-
-@functools.cache
-def problem_of(model, **settings):
-    return getattr(small_models, model)(**settings)
-
-
-def shapes_of_u_net(**settings):
-    return problem_of("nnx_u_net", are_shapes_enough=True, **settings)
 
 
 def report_on(problem, wrap, batch_dtype):
@@ -75,65 +63,3 @@ def test_amp_makes_a_u_net_low(wrap, batch_dtype):
     report = report_on(shapes_of_u_net(), wrap, batch_dtype)
     assert report.shares() == {"bfloat16": 1.0}
     assert len(report.products) == 17 + 16 + 16
-
-
-def scanned_linen():
-    nn = pytest.importorskip("flax.linen")
-
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + nn.Dense(8)(nn.LayerNorm()(x)), None
-
-    axes, rngs = {"params": 0}, {"params": True}
-    model = nn.scan(Layer, variable_axes=axes, split_rngs=rngs, length=3)()
-    params = model.init(jax.random.key(0), jnp.ones((4, 8)), None)
-    return params, lambda params, x: jnp.sum(model.apply(params, x, None)[0] ** 2)
-
-
-def scanned_nnx():
-    nnx = recent_nnx()
-
-    class Layer(nnx.Module):
-        def __init__(self, rngs):
-            self.norm, self.dense = (
-                nnx.LayerNorm(8, rngs=rngs),
-                nnx.Linear(8, 8, rngs=rngs),
-            )
-
-    layers = nnx.vmap(Layer)(nnx.Rngs(0).split(3))
-    graphdef, params = nnx.split(layers)
-
-    def loss(params, x):
-        def step(x, params):
-            layer = nnx.merge(graphdef, params)
-            return x + layer.dense(layer.norm(x)), None
-
-        return jnp.sum(lax.scan(step, x, params)[0] ** 2)
-
-    return params, loss
-
-
-@pytest.mark.parametrize("make", [scanned_linen, scanned_nnx])
-def test_a_scan_over_layers_with_float32_norms_has_a_recipe(make):
-    params, loss = make()
-    params, x = POLICY.cast_to_param(params), jnp.ones((4, 8), jnp.bfloat16)
-    with pytest.raises(
-        TypeError, match=r"each loop in `fun` to return its .*run `optax_mp.amp` over"
-    ):
-        precision_report(loss, params, x)
-    fixed = amp(lambda *args: loss(*optax_mp.cast_floating(args, jnp.float32)))
-    assert precision_report(fixed, params, x).shares() == {"bfloat16": 1.0}
-    grads = jax.jit(jax.grad(fixed))(params, x)
-    assert optax_mp.all_finite(grads)
-    dtypes = [[y.dtype for y in jax.tree.leaves(x)] for x in (grads, params)]
-    assert dtypes[0] == dtypes[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_amp_makes_all_products_of_a_model_low(model):
-    problem = problem_of(model)
-    report = report_on(problem, amp_of_float32, "float32")
-    assert report.shares() == {"bfloat16": 1.0}
-    assert report_on(problem, amp, "bfloat16").shares() == {"bfloat16": 1.0}

@@ -99,12 +99,6 @@ def attention(params, x):
     return mixed.swapaxes(1, 2).reshape(x.shape) @ params["out"]
 
 
-@case(weights(q=(8, 8), k=(8, 8), v=(8, 8)), SEQUENCE)
-def dot_product_attention(params, x):
-    q, k, v = ((x @ params[name]).reshape(2, 6, 2, 4) for name in "qkv")
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-
 def normalize(x, scale, bias):
     mean = x.mean(-1, keepdims=True)
     variance = jnp.square(x - mean).mean(-1, keepdims=True)
@@ -148,11 +142,6 @@ def dropout(params, x, key):
     return jnp.where(keep, x / 0.75, 0) @ params["w2"]
 
 
-@case(weights(w=(8, 8)), X)
-def closure(params, x):
-    return (x @ CAPTURED) @ params["w"]
-
-
 @case(weights(w=(3, 8, 8)), X, np.array([1, 0, 3], np.int32))
 def ragged_dot(params, x, sizes):
     return lax.ragged_dot(x, params["w"], sizes)
@@ -183,9 +172,7 @@ def activation(name, fun):
     CASES[name] = CASES.pop("activated")
 
 
-activation("relu", jax.nn.relu)
 activation("gelu", jax.nn.gelu)
-activation("silu", jax.nn.silu)
 activation("log_softmax", jax.nn.log_softmax)
 
 
@@ -216,15 +203,6 @@ def rnn(params, xs):
     return lax.scan(step, jnp.zeros((4, 8)), xs)
 
 
-@case(weights(w1=(8, 16), w2=(16, 8)), X)
-def remat(params, x):
-    @jax.checkpoint
-    def block(x):
-        return jnp.tanh(x @ params["w1"]) @ params["w2"]
-
-    return block(x)
-
-
 @case(weights(w=(3, 8, 8)), X)
 def remat_in_scan(params, x):
     @functools.partial(
@@ -243,16 +221,6 @@ def cond(params, x, left):
     )
 
 
-@case(weights(w1=(8, 8), w2=(8, 8)), X, np.int32(1))
-def switch(params, x, index):
-    branches = [
-        lambda x: x,
-        lambda x: jnp.exp(x @ params["w1"]),
-        lambda x: x @ params["w2"],
-    ]
-    return lax.switch(index, branches, x @ params["w1"]) @ params["w2"]
-
-
 @case(weights(w=(8, 8)), X)
 def while_loop(params, x):
     # The largest singular value, as in spectral normalization. A while loop has no
@@ -267,16 +235,6 @@ def while_loop(params, x):
     start = 0, jnp.ones(8) / jnp.sqrt(8.0)
     _, v = lax.while_loop(lambda state: state[0] < 5, improve, start)
     return x @ params["w"] / jnp.linalg.norm(w @ v)
-
-
-@case(weights(gates=(8, 16)), TIME)
-def associative_scan(params, xs):
-    decay, value = jnp.split(xs @ params["gates"], 2, axis=-1)
-
-    def combine(left, right):
-        return left[0] * right[0], left[1] * right[0] + right[1]
-
-    return lax.associative_scan(combine, (jax.nn.sigmoid(decay), value))[1]
 
 
 # Transformations inside

@@ -195,7 +195,6 @@ CLAIMS = {
     "stochastic rounding": random_rounding,
     "loss scale, skipped steps": loss_scale,
 }
-NEED_FLOAT16 = {"rounding to 9 formats", "loss scale, skipped steps"}
 
 
 def digest(tree):

@@ -26,14 +26,18 @@ PAUSE = 0.003
 WIDTH = 8
 
 masters = optax_mp.mixed_precision(optax.adamw(optax.linear_schedule(1e-2, 1e-3, 500)))
-if "offload" in sys.argv:
-    masters = optax_mp.offload(masters, min_size=WIDTH * WIDTH, chunk_bytes=512)
 tx = optax_mp.dynamic_loss_scale(masters, growth_interval=7)
 
 
 def is_bad(step):
     """Return whether the gradients of a step are infinite, so that it is skipped."""
     return step % 11 == 4
+
+
+def batch(step):
+    x = np.random.default_rng(step).standard_normal((4, WIDTH), np.float32)
+    x[0, 0] = np.inf if is_bad(step) else x[0, 0]
+    return jnp.bfloat16(x)
 
 
 def loss(params, x):
@@ -53,63 +57,36 @@ def train_step(params, opt_state, x):
     return optax.apply_updates(params, updates), opt_state
 
 
-def resumed(manager, random):
-    """Return params, state and step of the last checkpoint, and rewind `random`."""
-    step = manager.latest_step()
-    if step is None:
-        return *start(), 0
+def restored(manager, step):
     template = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start()
     )
-    optax_mp.check_checkpoint(manager.item_metadata(step)["run"], template)
-    restored = manager.restore(
-        step,
-        args=ocp.args.Composite(
-            run=ocp.args.StandardRestore(template), random=ocp.args.JsonRestore()
-        ),
-    )
-    random.bit_generator.state = restored["random"]
-    return *restored["run"], step
-
-
-def save(manager, step, run, random):
-    print("saving", step, flush=True)
-    manager.save(
-        step,
-        args=ocp.args.Composite(
-            run=ocp.args.StandardSave(run),
-            random=ocp.args.JsonSave(random.bit_generator.state),
-        ),
-    )
+    optax_mp.check_checkpoint(manager.item_metadata(step), template)
+    return manager.restore(step, args=ocp.args.StandardRestore(template))
 
 
 def main(directory, steps):
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, enable_async_checkpointing=True
     )
-    # A new manager needs them to describe the checkpoints that it finds.
-    handlers = {
-        "run": ocp.StandardCheckpointHandler(),
-        "random": ocp.JsonCheckpointHandler(),
-    }
-    random = np.random.default_rng(0)
+    # A new manager needs a handler to describe the checkpoints that it finds.
+    handler = ocp.StandardCheckpointHandler()
+    folder = directory / "checkpoints"
     with ocp.CheckpointManager(
-        directory / "checkpoints", options=options, item_handlers=handlers
+        folder, options=options, item_handlers=handler
     ) as manager:
-        params, opt_state, step = resumed(manager, random)
+        step = manager.latest_step() or 0
+        run = restored(manager, step) if step else start()
         print("resumed", step, flush=True)
         while step < steps:
-            x = random.standard_normal((4, WIDTH), np.float32)
-            if is_bad(step):
-                x[0, 0] = np.inf
-            params, opt_state = train_step(params, opt_state, jnp.bfloat16(x))
+            run = train_step(*run, batch(step))
             step += 1
             print("step", step, flush=True)
             if step % SAVE_EVERY == 0:
-                save(manager, step, (params, opt_state), random)
+                print("saving", step, flush=True)
+                manager.save(step, args=ocp.args.StandardSave(run))
             time.sleep(PAUSE)
-    final = jax.device_get((params, opt_state)), random.bit_generator.state
-    (directory / FINAL).write_bytes(pickle.dumps(final))
+    (directory / FINAL).write_bytes(pickle.dumps(jax.device_get(run)))
 
 
 if __name__ == "__main__":

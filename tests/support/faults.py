@@ -79,42 +79,6 @@ class AdamW:
         return step * np.float32(-(2.0**-4)), after
 
 
-class Accumulated:
-    """optax.MultiSteps around another rule: the mean of `every` gradients."""
-
-    def __init__(self, rule, every, size):
-        self.rule, self.every = rule(size), np.int32(every)
-        zero = np.int32(0)
-        sums = np.zeros(size, np.float32)
-        self.state = {"mini_step": zero, "gradient_step": zero, "acc_grads": sums}
-        self.state |= self.rule.state
-
-    def update(self, grad, weight, state):
-        """Return (the update, the state after it)."""
-        mini_step = state["mini_step"]
-        before = state["acc_grads"]
-        mean = before + (grad - before) / np.float32(mini_step + 1)
-        update, inner = self.rule.update(mean, weight, state)
-        emits = mini_step == self.every - 1
-        after = {
-            "mini_step": (mini_step + np.int32(1)) % self.every,
-            "gradient_step": state["gradient_step"] + np.int32(emits),
-            "acc_grads": np.float32(not emits) * mean,
-        }
-        kept = inner if emits else {name: state[name] for name in inner}
-        return np.float32(emits) * update, after | kept
-
-
-class StaticRule(LossScaleRule):
-    """A loss scale that stays, and counts."""
-
-    def __init__(self, scale):
-        super().__init__(scale, hysteresis=2**31 - 1)
-
-    def _after_finite(self):
-        """Keep the scale."""
-
-
 @dataclasses.dataclass
 class System:
     """Params, masters, rule and loss scale, moved on by one step after the other.

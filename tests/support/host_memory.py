@@ -24,6 +24,22 @@ SHAPES = {"matrix": (96, 128), "row": (1000,), "small": (64,)}
 HOST = "pinned_host"
 
 
+ADAMW = optax.adamw(1e-2)
+
+
+def masters(inner=ADAMW):
+    return optax_mp.mixed_precision(inner)
+
+
+def compact(inner=ADAMW):
+    low = optax_mp.low_bit_state(inner, min_size=128)
+    return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
+
+
+def scaled(inner):
+    return optax_mp.dynamic_loss_scale(inner, init_scale=4.0)
+
+
 def in_chunks(inner, **settings):
     """Return `inner` with most of its state in host memory, in chunks of a few rows."""
     return optax_mp.offload(inner, chunk_bytes=4096, min_size=256, **settings)

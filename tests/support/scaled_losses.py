@@ -27,12 +27,6 @@ def quadratic(params):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
 
 
-def assert_close_trees(got, want, rtol=0.0):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol)
-
-
 NESTINGS = {
     "alone": scaler,
     "a link": lambda: optax.chain(

@@ -7,9 +7,7 @@ import pytest
 
 
 def mostly_slow(
-    names: str | tuple[str, ...],
-    cases: Iterable[Any],
-    by_default: Callable[..., bool],
+    names: str | tuple[str, ...], cases: Iterable[Any], by_default: Callable[..., bool]
 ) -> pytest.MarkDecorator:
     """Parametrise over `cases`; mark as slow where `by_default` of one is false.
 

@@ -78,12 +78,6 @@ def cross_entropy(logits, labels):
     return losses.mean()
 
 
-def smoothed_cross_entropy(logits, labels):
-    """Return the mean loss of labels, made one-hot and smoothed."""
-    targets = optax.losses.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), 0.1)
-    return optax.losses.softmax_cross_entropy(logits, targets).mean()
-
-
 def linen_transformer():
     """Return a transformer in Flax Linen, with tied embeddings."""
     nn = pytest.importorskip("flax.linen")
@@ -126,50 +120,6 @@ def functional(nnx, model, loss_of_model, batches):
         return value, nnx.split(model, nnx.Param, ...)[2]
 
     return Problem(loss, params, state, batches)
-
-
-def nnx_transformer():
-    """Return a transformer in Flax NNX, whose module holds the dropout keys."""
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Block(nnx.Module):
-        def __init__(self, rngs):
-            self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-            self.attention = nnx.MultiHeadAttention(
-                num_heads=HEADS,
-                in_features=WIDTH,
-                dropout_rate=RATE,
-                deterministic=False,
-                decode=False,
-                rngs=rngs,
-            )
-            self.dropout = nnx.Dropout(RATE, deterministic=False, rngs=rngs)
-            self.norm_2 = nnx.LayerNorm(WIDTH, rngs=rngs)
-            self.wide = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-            self.narrow = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-
-        def __call__(self, x, mask):
-            x = x + self.dropout(self.attention(self.norm(x), mask=mask))
-            return x + self.narrow(nnx.silu(self.wide(self.norm_2(x))))
-
-    class Transformer(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-            self.block = Block(rngs)
-            self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-            self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
-
-        def __call__(self, x):
-            x = self.block(self.embed(x), nnx.make_causal_mask(x))
-            return self.head(self.norm(x))
-
-    x, y, _ = tokens()
-    return functional(
-        nnx,
-        nnx.jit(lambda: Transformer(nnx.Rngs(0, dropout=1)))(),
-        lambda model, x, y: smoothed_cross_entropy(model(x), y),
-        (x, y),
-    )
 
 
 def nnx_convolutions():
