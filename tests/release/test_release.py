@@ -178,7 +178,6 @@ OTHERS = {
             learning_rate=optax.linear_schedule(0.1, 0.0, 5)
         ),
     ),
-    "adaptive": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
 }
 
 
