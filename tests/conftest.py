@@ -13,11 +13,7 @@ from optax_mp import _warnings
 from optax_mp.scaling import _unscale
 
 # It needs frameworks, and `--doctest-modules` imports every file.
-collect_ignore = (
-    []
-    if importlib.util.find_spec("flax")
-    else ["support/random_programs.py", "support/random_cases.py"]
-)
+collect_ignore = ["support/random_cases.py"] * (not importlib.util.find_spec("flax"))
 
 # So that tests on many devices are tests like others, without a process of their own.
 jax.config.update("jax_num_cpu_devices", 8)
