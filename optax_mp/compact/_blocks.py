@@ -166,12 +166,20 @@ def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
 # The functions below are jitted, so that arrays of one shape are traced once: AdamW's
 # step of 400 alike leaves has 18,000 equations so, and 64,000 without. They do not
 # depend on the dtype of the codes, so both moments share their traces. XLA inlines the
-# calls.
+# calls. Values and codes are float32 in the shape of the array. Scales have one entry
+# for each block along its axis, and shifts, int32, one for each group of rows.
 @partial(jax.jit, static_argnums=0)
 def _values_of(
     blocks: Blocks, codes: jax.Array, scales: jax.Array, unit: jax.Array
 ) -> jax.Array:
-    """Return the values of codes, which are in float32."""
+    """Return the values of codes.
+
+    Args:
+        blocks: of the array.
+        codes: float32, the shape of the array.
+        scales: bfloat16, one for each block.
+        unit: float32 scalar, one over the largest code.
+    """
     roots = lax.mul(codes, unit)
     spread = blocks.spread(lax.convert_element_type(scales, jnp.float32))
     return lax.mul(lax.mul(roots, lax.abs(roots)), reshard_like(spread, codes))
@@ -180,7 +188,15 @@ def _values_of(
 def _coded(
     blocks: Blocks, values: jax.Array, sign: Any, largest_square: Any, key: Any
 ) -> list[jax.Array]:
-    """Return codes and scales; `sign` is negative where zero is allowed."""
+    """Return codes and scales.
+
+    Args:
+        blocks: of the array.
+        values: float32, the shape of the array.
+        sign: float32 scalar, negative where a positive value may become zero.
+        largest_square: float32 scalar, the square of the largest code.
+        key: as of `quantize`.
+    """
     scales, inverse = _scales_of(blocks, values)
     # The sign of the inverse says so, and both moments share their traces.
     inverse = lax.mul(inverse, sign)
@@ -193,7 +209,7 @@ def _coded(
 def _coded_with_shifts(
     blocks: Blocks, groups: Blocks, dtype: DTypeLike, values: jax.Array, *args: Any
 ) -> list[jax.Array]:
-    """Return codes of a dtype, scales and shifts."""
+    """Return codes of a dtype, scales and shifts; other arguments as of `_coded`."""
     shifts = _shifts_of(blocks, groups, values)
     codes, scales = _coded(blocks, _shifted(groups, values, shifts), *args)
     return [lax.convert_element_type(codes, dtype), scales, shifts]
@@ -214,7 +230,10 @@ _LARGEST_ROW = np.int32(248)
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _shifts_of(blocks: Blocks, groups: Blocks, values: jax.Array) -> jax.Array:
-    """Return by how many powers of two each column of a group of rows is too small."""
+    """Return by how many powers of two each column of a group of rows is too small.
+
+    int32, one for each column of each group, from `values` in float32.
+    """
     pattern = lax.bitcast_convert_type(lax.abs(values), jnp.int32)
     largest = blocks.largest(whole_along(pattern, blocks.axis, blocks.size))
     of_row = lax.shift_right_logical(largest, constant_like(largest, _EXPONENT))
@@ -235,7 +254,7 @@ def _shifts_of(blocks: Blocks, groups: Blocks, values: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def _shifted(groups: Blocks, values: jax.Array, shifts: jax.Array) -> jax.Array:
-    """Return values times two to the power of the shifts of their columns."""
+    """Return values, float32, times two to the power of the shifts of their columns."""
     bits = lax.add(shifts, np.int32(127))
     bits = lax.shift_left(bits, constant_like(bits, _EXPONENT))
     factors = groups.spread(lax.bitcast_convert_type(bits, jnp.float32))
@@ -244,7 +263,10 @@ def _shifted(groups: Blocks, values: jax.Array, shifts: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def _scales_of(blocks: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the scales, in bfloat16, and their inverse, 0 where that is infinite."""
+    """Return the scales, and their inverse, 0 where that is infinite.
+
+    Scales are bfloat16, the inverse is float32, both one for each block of `values`.
+    """
     # Bit patterns of nonnegative floats are ordered as the floats are. CPUs vectorize a
     # maximum of integers, but not one of floats, where NaN is a special case.
     pattern = lax.bitcast_convert_type(lax.abs(values), jnp.int32)
@@ -265,7 +287,10 @@ def _scales_of(blocks: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array]
 def _codes_of(
     blocks: Blocks, values: jax.Array, inverse: jax.Array, largest_square: Any, key: Any
 ) -> jax.Array:
-    """Return codes, in float32; `inverse` is negative where zero is allowed."""
+    """Return codes in float32; `inverse`, one for each block, as of `_scales_of`.
+
+    It is negative where zero is allowed. Other arguments as of `_coded`.
+    """
     sizes = lax.abs(values)
     product = lax.mul(sizes, reshard_like(blocks.spread(inverse), sizes))
     squares = lax.mul(lax.min(lax.abs(product), _ONE), largest_square)

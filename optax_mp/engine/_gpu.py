@@ -132,11 +132,17 @@ class PieceEvaluator(KernelEvaluator):
         return at + part.origin[axis]
 
     def spread(self, scales: jax.Array, axis: int) -> jax.Array:
-        """Return for each element the scale of its block along an axis, -1 or -2."""
+        """Return for each element the scale of its block along an axis, -1 or -2.
+
+        The result has `shape`, and the dtype of the scales.
+        """
         return jnp.broadcast_to(scales, self.shape)
 
     def largest(self, values: jax.Array, axis: int) -> jax.Array:
-        """Return the largest value of each block along an axis, -1 or -2."""
+        """Return the largest value of each block along an axis, -1 or -2.
+
+        `values` are integers of `shape`. The result has one row, or one element a run.
+        """
         # Unlike a TPU's lanes, the threads of a GPU exchange values freely.
         _, is_inside = self.places(self.part.whole)
         if is_inside is not None:

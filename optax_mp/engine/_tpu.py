@@ -88,7 +88,11 @@ class TileEvaluator(KernelEvaluator):
         return at + start + (0 if from_last else self.first)
 
     def spread(self, scales: jax.Array, axis: int) -> jax.Array:
-        """Return for each element the scale of its block along an axis, -1 or -2."""
+        """Return for each element the scale of its block along an axis, -1 or -2.
+
+        Scales are [rows, 128] along the last axis, else [groups, columns]; the result
+        is [rows, columns] of their dtype.
+        """
         if axis == -2:
             size, groups = self.part.group_size, []
             for i, first in enumerate(range(0, self.rows, size)):
@@ -100,7 +104,11 @@ class TileEvaluator(KernelEvaluator):
         return _take_lanes(scales, (at + self.first) >> self._shift)
 
     def largest(self, values: jax.Array, axis: int) -> jax.Array:
-        """Return the largest value of each block, in the place of its scale."""
+        """Return the largest value of each block, in the place of its scale.
+
+        `values` are int32, [rows, columns]; the result is [rows, 128] along the last
+        axis, with zeros for other chunks, else [groups, columns].
+        """
         if axis == -2:
             return self._largest_of_columns(values)
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
@@ -129,7 +137,7 @@ class TileEvaluator(KernelEvaluator):
 
 
 def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return what is in the lanes of `x`, 128 at a time."""
+    """Return what is in the lanes of `x`, [rows, 128], at `index`, [rows, columns]."""
     # Mosaic of JAX 0.8 only takes an index of the shape of `x`.
     width = x.shape[1]
     groups = [
@@ -380,6 +388,7 @@ def write_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
 def as_words(rows: jax.Array) -> jax.Array:
     """Return rows of 8-bit numbers, each four as one of 32-bit numbers.
 
+    From [rows, columns] of int8 or uint8 to [rows / 4, columns] of int32.
     XLA chooses between two tilings for 8-bit numbers, and copies between memories do
     not convert. For 32-bit numbers there is one. On a TPU both lie alike in memory.
     """
@@ -389,7 +398,7 @@ def as_words(rows: jax.Array) -> jax.Array:
 
 
 def from_words(words: jax.Array, dtype: Any) -> jax.Array:
-    """Return the rows of 8-bit numbers that `as_words` took."""
+    """Return the rows of 8-bit numbers, of `dtype`, that `as_words` took."""
     codes = (words[:, None] >> _shifts()) & 255
     codes = codes.reshape(-1, words.shape[1]).astype(jnp.uint8)
     return lax.bitcast_convert_type(codes, dtype)

@@ -153,9 +153,10 @@ class Split:
 class _UpperHalf(NamedTuple):
     """Remainders of bfloat16 params: how many float32 patterns the master is away.
 
-    Patterns count away from zero, for both signs. All arrays of the methods are
-    float32, or remainders of the width of `bits`. They call `lax`, because they are
-    traced for each shape of a leaf: `jax.numpy` takes five times as long.
+    Patterns count away from zero, for both signs. All arrays of the methods have the
+    shape of the param, and are float32, or remainders, int16 or int8. They call `lax`,
+    because they are traced for each shape of a leaf: `jax.numpy` takes five times as
+    long.
     """
 
     bits: int
@@ -201,7 +202,8 @@ class _UpperHalf(NamedTuple):
 class _LastPlace(NamedTuple):
     """Remainders of float16 params: fractions of the param's last place.
 
-    All arrays of the methods are float32, or remainders of the width of `bits`.
+    All arrays of the methods have the shape of the param, and are float32, or
+    remainders, int16 or int8.
     """
 
     bits: int
@@ -235,6 +237,7 @@ class _LastPlace(NamedTuple):
 def _drop_invalid(remainder: jax.Array, base: jax.Array) -> jax.Array:
     """Return `remainder`, or 0 where it is invalid for the param's pattern `base`.
 
+    All are int32, in the shape of the param.
     There are no patterns below the pattern of zero, and no masters between infinity and
     NaN. Such a remainder is left behind if the user edits the param.
     """
