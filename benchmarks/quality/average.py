@@ -31,7 +31,7 @@ import optax_mp
 DECAYS = (0.9, 0.99, 0.999, 0.9999)
 SHARES = (0.002, 0.01, 0.02, 0.05, 0.1)
 SIZE = 4096
-SEEDS, STEPS, DECAY, HIDDEN = 5, 2000, 0.999, 128
+SEEDS, STEPS, DECAY, HIDDEN = 5, 2000, 0.995, 128
 
 
 def way(decay: float, dtype: str, *, ours: bool) -> float:
