@@ -129,6 +129,7 @@ def draw_width(figure: Any, records: Records) -> None:
         panel.plot(widths, [fmean(x) for x in seeds], **style, label=row["form"])
     panel.set(xscale="log", yscale="log", xlabel="width", title=title.split(":")[0])
     panel.set_xticks(widths, [str(width) for width in widths])
+    panel.set_yticks(ticks := [0.02, 0.05, 0.1, 0.2, 0.5], [f"{x:g}" for x in ticks])
     panel.minorticks_off()
     panel.set_ylabel("distance from float32 / its way")
     figure.legend(loc="outside right center")
