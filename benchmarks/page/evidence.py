@@ -119,6 +119,7 @@ def figures(records: Records) -> dict[str, Any]:
         "naive_in_spread": share(row["in its spread"] == "yes" for row in naive),
         "forms_apart": f"{max(abs(row['to float32'] - 1) for row in others):.1%}",
         "naive_apart": f"{min(naive_apart):.0%} to {max(naive_apart):.0%}",
+        "width_steps": next(iter(records["width"].tables)).split()[-2],
         "naive_gap": spread(rates, "plain optax on bfloat16 params"),
         "demo_mean": over_seeds(records["demo"].rows, "held-out loss", mean_of),
         "demo_gaps": over_seeds(records["demo"].rows, "above float32", each_of),

@@ -62,7 +62,7 @@ FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 # Results of an earlier program, to be made anew on a machine that has the hours. The
 # pages say of each what changed since.
 OLDER = set(
-    """ablations accelerators accelerators_newest accelerators_stacked amp
+    """ablations accelerators accelerators_newest accelerators_stacked
     comparisons convergence demo_full demo_rates failures finetune host_memory
     host_memory_jax012 host_memory_newer language optimizer_step training_step
     training_step_amp_tpu training_step_large training_step_medium

@@ -116,6 +116,25 @@ def draw_convergence(figure: Any, records: Records) -> None:
     panels[0].invert_yaxis()
 
 
+def draw_width(figure: Any, records: Records) -> None:
+    """How far each form is off float32, by the width of the model, with all seeds."""
+    ((title, rows),) = records["width"].tables.items()
+    panel = figure.subplots()
+    for place, row in enumerate(rows):
+        widths = [int(x.split()[1]) for x in row if x.startswith("width")]
+        style = style_of(row["form"]) | MARKERS[place]
+        seeds = [row["losses"][i] for i in range(len(widths))]
+        low, high = ([f(x) for x in seeds] for f in (min, max))
+        panel.fill_between(widths, low, high, color=style["color"], alpha=0.2, lw=0)
+        panel.plot(widths, [fmean(x) for x in seeds], **style, label=row["form"])
+    panel.set(xscale="log", yscale="log", xlabel="width", title=title.split(":")[0])
+    panel.set_xticks(widths, [str(width) for width in widths])
+    panel.set_yticks(ticks := [0.02, 0.05, 0.1, 0.2, 0.5], [f"{x:g}" for x in ticks])
+    panel.minorticks_off()
+    panel.set_ylabel("distance from float32 / its way")
+    figure.legend(loc="outside right center")
+
+
 def draw_amp(figure: Any, records: Records) -> None:
     """What the forward pass keeps, and the error of the gradient of a reused weight."""
     kept, error = figure.subplots(1, 2)
@@ -301,6 +320,7 @@ Draw = Callable[[Any, Records], None]
 # Name of the image: (inches high, what draws it); all are 7 inches wide.
 PLOTS: dict[str, tuple[float, Draw]] = {
     "stall": (3.2, draw_stall),
+    "width": (3.0, draw_width),
     "convergence": (3.2, draw_convergence),
     "finetune": (3.8, draw_finetune),
     "failures": (3.4, draw_failures),

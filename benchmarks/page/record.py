@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 Row = dict[str, Any]
@@ -28,15 +29,12 @@ BEGAN = time.monotonic()
 # Columns that are not listed here show three digits.
 FORMATS = {
     "ms": ".2f",
-    "step ms": ".1f",
-    "eager ms": ".1f",
     "ratio": ".2f",
     "step to float32": ".2f",
     "bytes per weight": ".2f",
     "temporaries": ".2f",
     "compile s": ".2f",
     "compile ratio": ".2f",
-    "ratios of other runs": ".2f",
     "loss": ".4f",
     "±": ".4f",
     "to float32": ".3f",
@@ -45,8 +43,6 @@ FORMATS = {
     "above float32": "+.3f",
     "peak learning rate": "g",
     "kept MiB": ".1f",
-    "trace": ".2f",
-    "by hand": ".2f",
     "error": ".1e",
     "forward low": ".0%",
     "gradient low": ".0%",
@@ -170,6 +166,14 @@ def in_seven_digits(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else NOT_FINITE
     return value
+
+
+def place_in(reference: Sequence[float], values: Sequence[float]) -> str:
+    """Say where a mean is, seen from the least and the largest of the reference."""
+    mean = fmean(values)
+    if mean < min(reference):
+        return "under it"
+    return "yes" if mean <= max(reference) else "**above it**"
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ PAGE = HERE / "docs" / "evidence.md"
 # What goes into an experiment, and does not come out of it: settings, sizes, limits; a
 # paper's number.
 GIVEN = {"1.0", "0.001", "0.01", "0.0003", "1.3", "2.7", "0.7", "95%"}
+GIVEN |= {"0.10", "98%"}  # a tutorial says so
 
 
 @pytest.fixture
@@ -163,6 +164,15 @@ def short_training(monkeypatch, tmp_path):
     """Keep the pretrained weights of a short run apart from a user's."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+@pytest.mark.slow
+def test_widths_write_what_the_page_reads(run, script):
+    rows, *_ = script("record").read_all()["width"].tables.values()
+    found = run("width", "--tasks", "MLP", "--widths", "64", "--steps", "20").rows
+    assert [row["form"] for row in found] == [row["form"] for row in rows]
+    off = {row["form"]: row["width 64"] for row in found}
+    assert off["masters"] < off["plain bf16"] / 5
 
 
 @pytest.mark.slow
