@@ -87,15 +87,17 @@ class Run:
     inner: Callable[[Settings], optax.GradientTransformation] | None = None
 
 
-def clipped_adamw(settings: Settings) -> optax.GradientTransformation:
+def clipped_adamw(
+    settings: Settings, b2: float = 0.999
+) -> optax.GradientTransformation:
     """Return AdamW behind a clip of the gradients' norm."""
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw(settings))
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw(settings, b2))
 
 
-def adamw(settings: Settings) -> optax.GradientTransformation:
-    """Return AdamW, with the default decay of its moments."""
+def adamw(settings: Settings, b2: float = 0.999) -> optax.GradientTransformation:
+    """Return AdamW, which decays matrices."""
     decay = {"weight_decay": settings.weight_decay, "mask": is_matrix}
-    return optax.adamw(make_schedule(settings), **decay)
+    return optax.adamw(make_schedule(settings), b2=b2, **decay)
 
 
 def clipped_muon(settings: Settings) -> optax.GradientTransformation:

@@ -1,13 +1,15 @@
-"""Ten million weights on the source of Python's standard library, stopped and resumed.
+"""The demo's decoder on longer runs, which are stopped and resumed.
 
     python benchmarks language --minutes 60     # a piece; again until all is trained
     python benchmarks language --json FILE      # the tables of what is trained
+    python benchmarks language --task nanogpt --seeds 0 1 --minutes 60 --json FILE
 
-The demo's decoder, with ten million weights, is trained on the standard library of the
-Python that runs this: AdamW, clipping, warm-up, cosine; each form on the same batches
-in the same order. A piece ends after its minutes, or when it is killed. The next one
-goes on from the last checkpoint, by Orbax, bit for bit: tests/project/test_language.py.
-One file in twenty, chosen by the hash of its name, is held out.
+The tasks: ten million weights on the standard library of the Python that runs this; and
+the run that nanoGPT's README has for a CPU, with its sizes and its AdamW, on the demo's
+novel. AdamW, clipping, warm-up, cosine; a seed sets the first weights and the batches,
+the same for all forms. A piece ends after its minutes, or when it is killed. The next
+one goes on from the last checkpoint, by Orbax, bit for bit:
+tests/project/test_language.py.
 
 `MARGIN` was written here before the first run: a form is called equal to float32 if
 their held-out losses differ by no more.
@@ -18,7 +20,8 @@ import hashlib
 import sys
 import sysconfig
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +30,26 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import record
-from finetune import FULL, SPLIT8, Wrapper, clipped_adamw, interval, masters, signs
+from finetune import (
+    FULL,
+    GATES,
+    POINTS,
+    SPLIT8,
+    Wrapper,
+    at_gates,
+    clipped_adamw,
+    interval,
+    masters,
+    signs,
+)
 from the_demo import (
     Form,
     Settings,
     init_params,
     make_loss,
     make_steps,
-    unscaled_value_and_grad,
+    read_corpus,
+    scaled,
 )
 
 import optax_mp
@@ -49,7 +64,18 @@ SETTINGS = Settings(
     peak_learning_rate=1e-3,
     final_learning_rate=1e-5,
 )
-GATES, POINTS, TRAILING = 10, 8, 4  # Points of the curve for each gate; averaged ones.
+# https://github.com/karpathy/nanoGPT/blob/master/README.md, "I only have a macbook"; a
+# decay of 0.99 of the second moment is of its config/train_shakespeare_char.py.
+NANOGPT = Settings(
+    steps=2000,
+    width=128,
+    layer_count=4,
+    head_count=4,
+    context=64,
+    batch_size=12,
+    peak_learning_rate=1e-3,
+    final_learning_rate=1e-4,
+)
 FOLDER = Path(__file__).parents[2] / "build" / "language"
 END, WAY = "held-out loss at the end", "above float32's, at each gate"
 
@@ -70,13 +96,18 @@ FORMS = (
         "bfloat16",
         masters(FULL, dtype=jnp.bfloat16, seed=None),
     ),
+    Form("stochastic rounding", "bfloat16", optax_mp.stochastic_rounding),
+    Form("f16, loss scale", "float16", scaled, optax_mp.value_and_grad),
     Form("compact, no column scales", "bfloat16", compact(column_scales=False)),
     Form("compact", "bfloat16", compact()),
 )
 
 
-def read_library(context: int, windows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ASCII codes of most files, and windows of those that are held out."""
+def read_library(context: int, windows: int = 128) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ASCII codes of most files, and windows of those that are held out.
+
+    These are one file in twenty, chosen by the hash of its name.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.rglob("*.py"))
     files = [path for path in files if "site-packages" not in path.parts]
@@ -96,18 +127,25 @@ def read_library(context: int, windows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Run:
-    """The training of one form, in pieces.
+    """The training of one form from one seed, in pieces.
 
     Attributes:
         row: what is known of it: steps made, stops, curve, held-out losses by window.
     """
 
-    def __init__(self, form: Form, settings: Settings, folder: Path) -> None:
+    def __init__(
+        self,
+        form: Form,
+        settings: Settings,
+        folder: Path,
+        seed: int = 0,
+        inner: Callable[..., Any] = clipped_adamw,
+    ) -> None:
         """Take up the last checkpoint, if there is one."""
         self.settings = settings
-        tx = form.wrap(clipped_adamw(settings))
+        tx = form.wrap(inner(settings))
         loss = make_loss(settings, form.dtype)
-        steps = make_steps(unscaled_value_and_grad(loss), tx, settings)
+        steps = make_steps(form.value_and_grad(loss), tx, settings)
         self._train = jax.jit(steps, donate_argnums=(0, 1))
         self._losses = jax.jit(
             lambda params, windows: jax.lax.map(
@@ -115,16 +153,23 @@ class Run:
             )
         )
         self._checkpoints = ocp.CheckpointManager(
-            (folder / form.name.replace(" ", "_")).absolute(),
+            (folder / f"{form.name} {seed}".replace(" ", "_")).absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=1),
         )
         # Cast between two programs: within one, XLA may drop the rounding.
-        params = init_params(jax.random.key(0), settings)
+        self._seed = 2 * seed
+        params = init_params(jax.random.key(self._seed), settings)
         params = optax_mp.cast_floating(params, form.dtype)
         self.trained = params, jax.jit(tx.init)(params)
         size = sum(x.nbytes for x in jax.tree.leaves(self.trained))
         weights = sum(x.size for x in jax.tree.leaves(params))
-        self.row = {"form": form.name, "weights": weights, "steps": 0, "stops": 0}
+        self.row = {
+            "form": form.name,
+            "seed": seed,
+            "weights": weights,
+            "steps": 0,
+            "stops": 0,
+        }
         self.row |= {"bytes per weight": size / weights, "curve": [], "held out": []}
         if (last := self._checkpoints.latest_step()) is not None:
             args = ocp.args.Composite(
@@ -138,7 +183,7 @@ class Run:
     def advance(self, text: jax.Array, held_out: jax.Array, until: float) -> None:
         """Train to the end, or until this time, and leave a checkpoint."""
         stride = self.settings.steps // (GATES * POINTS)
-        key = jax.random.key(1)
+        key = jax.random.key(self._seed + 1)
         while (
             first := self.row["steps"]
         ) < self.settings.steps and time.time() < until:
@@ -161,73 +206,74 @@ class Run:
         self._checkpoints.close()
 
 
-def at_gates(row: record.Row) -> np.ndarray:
-    """Return the trailing means of training losses, one a gate."""
-    count = len(row["curve"]) // POINTS
-    curve = np.asarray(row["curve"][: count * POINTS]).reshape(count, POINTS)
-    return curve[:, -TRAILING:].mean(-1)
-
-
 def verdict(held_out: np.ndarray) -> str:
     """Say what the differences of held-out losses, one a window, come to."""
     return "equal" if abs(held_out.mean()) <= MARGIN else "**not equal**"
 
 
 def tables_of(rows: list[record.Row]) -> record.Tables:
-    """Return the tables: at the end, and on the way."""
-    float32, *_ = rows
-    ends, ways = [], []
+    """Return the tables of forms whose runs are whole: at the end, and on the way."""
+    forms: dict[str, list[record.Row]] = {}
     for row in rows:
-        line = {name: row[name] for name in ("form", "weights", "steps", "stops")}
-        line |= {"bytes per weight": row["bytes per weight"]}
-        if row["held out"]:
-            count = min(len(row["held out"]), len(float32["held out"]))
-            losses = np.asarray(row["held out"])[count - 1]
-            line |= {"held-out loss": float(losses.mean())}
-        if row is not float32 and row["held out"]:
-            gap = losses - np.asarray(float32["held out"])[count - 1]
+        if len(row["held out"]) == GATES:
+            forms.setdefault(row["form"], []).append(row)
+    ends, ways = [], []
+    for form, runs in forms.items():
+        names = ("form", "weights", "steps", "bytes per weight")
+        line = {name: runs[0][name] for name in names}
+        losses = np.asarray([run["held out"] for run in runs])
+        line |= {"seeds": [run["seed"] for run in runs]}
+        line |= {"stops": sum(run["stops"] for run in runs)}
+        line |= {"held-out loss": float(losses[:, -1].mean())}
+        if form != "float32":
+            others = [r for r in forms["float32"] if r["seed"] in line["seeds"]]
+            apart = losses - np.asarray([run["held out"] for run in others])
+            gap = apart[:, -1].ravel()
             line |= {"above float32's": interval(gap), f"within {MARGIN}": verdict(gap)}
-            gates = at_gates(row)[:count] - at_gates(float32)[:count]
+            line |= {"by seed": [f"{x:+.4f}" for x in apart[:, -1].mean(-1)]}
+            gates = np.subtract(*map(gates_of, (runs, others)))
             line |= {"gates above": signs(gates)}
-            found = np.asarray(row["held out"])[:count].mean(-1)
-            found -= np.asarray(float32["held out"])[:count].mean(-1)
-            stride = row["steps"] // len(row["held out"])
-            for name, gaps in (("training", gates), ("held out", found)):
-                shown = {f"{stride * (i + 1)}": f"{x:+.4f}" for i, x in enumerate(gaps)}
-                ways.append({"form": row["form"], "loss": name} | shown)
-        ends.append(line | {"curve": row["curve"]})
-    return {END: ends} | ({WAY: ways} if ways else {})
+            for name, gaps in (("training", gates), ("held out", apart.mean(-1))):
+                stride, means = line["steps"] // GATES, gaps.mean(0)
+                shown = {
+                    f"{stride * (i + 1)}": f"{x:+.4f}" for i, x in enumerate(means)
+                }
+                ways.append({"form": form, "loss": name} | shown)
+        ends.append(line | {"curve": [run["curve"] for run in runs]})
+    return {END: ends, WAY: ways} if ways else {END: ends}
 
 
-def train(
-    forms: tuple[Form, ...],
-    settings: Settings,
-    folder: Path,
-    until: float,
-    windows: int,
-) -> list[record.Row]:
-    """Train the forms one after the other for as long as there is time."""
-    text, held_out = map(jnp.asarray, read_library(settings.context, windows))
-    rows = []
-    for form in forms:
-        run = Run(form, settings, folder)
-        run.advance(text, held_out, until)
-        rows.append(run.row)
-    return rows
+def gates_of(runs: list[record.Row]) -> np.ndarray:
+    """Return the trailing means of training losses: a row a run, a column a gate."""
+    return at_gates({"curve": [run["curve"] for run in runs]})
+
+
+# The settings, the text with held-out windows, and the optimizer.
+TASKS: dict[str, tuple[Settings, Callable[[int], Any], Callable[..., Any]]] = {
+    "library": (SETTINGS, read_library, clipped_adamw),
+    "nanogpt": (NANOGPT, read_corpus, partial(clipped_adamw, b2=0.99)),
+}
 
 
 def main() -> None:
     """Read the options, train for a while, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="library")
     parser.add_argument("--minutes", type=float, default=0.0, help="of this piece")
-    parser.add_argument("--steps", type=int, default=SETTINGS.steps)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of checkpoints")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", help="forms by their names")
     record.add_option(parser)
     args = parser.parse_args()
     until = time.time() + 60 * args.minutes
-    forms = tuple(f for f in FORMS if not args.only or f.name in args.only)
-    rows = train(forms, replace(SETTINGS, steps=args.steps), args.folder, until, 128)
+    settings, read, inner = TASKS[args.task]
+    text, held_out = map(jnp.asarray, read(settings.context))
+    rows = []
+    for seed in args.seeds:
+        for form in FORMS:
+            if not args.only or form.name in args.only:
+                run = Run(form, settings, FOLDER / args.task, seed, inner)
+                run.advance(text, held_out, until)
+                rows.append(run.row)
     tables = tables_of(rows)
     machine = f"{record.machine_of(jax.devices())}, Python {sys.version.split()[0]}"
     packages = ("jax", "optax", "orbax-checkpoint")
