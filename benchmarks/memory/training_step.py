@@ -295,10 +295,6 @@ FORMS |= {
     )
     for params, dtype in (("float32", F32), ("bf16", BF16))
 }
-# Products with float32 results.
-FORMS["amp low_f32, float32 params"] = replace(
-    FORMS["amp bf16, float32 params"], rules={"dot_general": "low_f32"}
-)
 # With these, layers add to bf16 values, as by hand; by default, to float32 ones.
 FORMS |= {
     f"amp bf16, {params} params, lookup {rule}": replace(
@@ -617,14 +613,12 @@ def main() -> None:
     parser.add_argument("--devices", default="1,8", help="how many")
     parser.add_argument("--layouts", default="rows", help="some, separated by ;")
     parser.add_argument("--remat", default="full", help=f"some of {', '.join(REMAT)}")
-    parser.add_argument("--batch", type=int, help="sequences for each device")
     parser.add_argument("--micro", type=int, default=1, help="batches in a step")
     parser.add_argument("--unrolled", action="store_true", help="layers in a list")
     parser.add_argument("--forms", default="", help="some, by how their names begin")
     record.add_option(parser)
     args = parser.parse_args()
     size, starts = SIZES[args.size], tuple(args.forms.split(";"))
-    size = replace(size, batch=args.batch or size.batch)
     names = [name for name in FORMS if name.startswith(starts)]
     tables: record.Tables = {}
     for target, count, layout, remat in itertools.product(
@@ -634,7 +628,6 @@ def main() -> None:
         args.remat.split(","),
     ):
         title = f"{args.size}{', unrolled' if args.unrolled else ''}, remat {remat}"
-        title += f", batch {size.batch}" if args.batch else ""
         title += f", {args.micro} micro-batches" if args.micro > 1 else ""
         title += f", {count} x {TARGETS[target]}"
         title += f", sharded by {layout}" if count > 1 else ""

@@ -8,10 +8,9 @@ from typing import Any
 import matplotlib
 import record
 from matplotlib.figure import Figure
-from record import Record, row_of
+from record import Record
 
 Records = Mapping[str, Record]
-LARGE = "16.8M weights in 4 leaves"
 
 # Okabe and Ito's colours, which do not look alike to the colour-blind. The first words
 # found in a name give its colour, so that a form has the same in all plots.
@@ -117,59 +116,6 @@ def draw_convergence(figure: Any, records: Records) -> None:
     panels[0].invert_yaxis()
 
 
-# Forms by their rows with 16-bit gradients and with float32 ones.
-STEP_FORMS = {
-    "plain optax, float32 params": (None, "plain optax, float32"),
-    "plain optax, bf16 params": ("naive bf16", None),
-    "masters written by hand": (
-        "hand-written masters, bf16, bf16 gradients",
-        "hand-written masters, bf16, f32 gradients",
-    ),
-    "mixed_precision": (
-        "mixed_precision, bf16, bf16 gradients",
-        "mixed_precision, bf16, f32 gradients",
-    ),
-    "loss scale around masters": (
-        "loss scale around, bf16, bf16 gradients",
-        "loss scale around, bf16, f32 gradients",
-    ),
-    "loss scale before masters": (
-        "loss scale as a link, f16, f16 gradients",
-        "loss scale as a link, bf16, f32 gradients",
-    ),
-    "loss scale, float32 params": (None, "loss scale, plain optax, float32"),
-    "optax.apply_if_finite": (None, "apply_if_finite, float32"),
-    "jmp's loop": (None, "jmp's loop, float32"),
-    "Flax's loop": (None, "flax's loop, float32"),
-}
-
-
-def draw_step_time(figure: Any, records: Records) -> None:
-    """Step times as ratios: a form a group, a bar for each dtype of gradients."""
-    panel = figure.subplots()
-    gradients = {"16-bit gradients": "#0072B2", "float32 gradients": "#56B4E9"}
-    for place, names in enumerate(STEP_FORMS.values()):
-        given = [
-            (name, colour)
-            for name, colour in zip(names, gradients.values(), strict=True)
-            if name is not None
-        ]
-        height = 0.8 / len(given)
-        for i, (name, colour) in enumerate(given):
-            ratio = row_of(records["optimizer_step"], LARGE, name)["ratio"]
-            at = place + (i - (len(given) - 1) / 2) * height
-            bar = panel.barh(at, ratio, min(height, 0.5), color=colour)
-            panel.bar_label(bar, [f"{ratio:.2f}"], padding=3, fontsize=8)
-    for label, colour in gradients.items():
-        panel.barh(0, 0, color=colour, label=label)
-    panel.legend(loc="upper right")
-    panel.set_yticks(range(len(STEP_FORMS)), list(STEP_FORMS))
-    panel.invert_yaxis()
-    panel.margins(x=0.12)
-    panel.axvline(1, color="0.5", lw=1, zorder=0)
-    panel.set_xlabel("time of an AdamW step on a CPU / that of plain float32 optax")
-
-
 def draw_amp(figure: Any, records: Records) -> None:
     """What the forward pass keeps, and the error of the gradient of a reused weight."""
     kept, error = figure.subplots(1, 2)
@@ -183,45 +129,6 @@ def draw_amp(figure: Any, records: Records) -> None:
         error.loglog(uses, errors, "o-", color=colour_of(column), label=label)
     error.set(xlabel="uses of a weight in a scan", ylabel="relative error of gradient")
     error.legend()
-
-
-def draw_demo(figure: Any, records: Records) -> None:
-    """How far over float32 the demo's other runs are on the way, with all seeds."""
-    panel = figure.subplots()
-    rows = records["demo_full"].rows
-    names = list(dict.fromkeys(row["run"] for row in rows))
-    reference = [row["curve"][1] for row in rows if row["run"] == names[0]]
-    for name in names[1:]:
-        of_run = [row for row in rows if row["run"] == name]
-        if any(record.NOT_FINITE in row["curve"][1] for row in of_run):
-            continue  # It is over after the first steps.
-        gaps = [
-            smooth([a - b for a, b in zip(row["curve"][1], other, strict=True)])
-            for row, other in zip(of_run, reference, strict=True)
-        ]
-        apart = fmean(row["above float32"] for row in of_run)
-        label = f"{name}: {record.cell('above float32', apart)}"
-        steps, style = of_run[0]["curve"][0], style_of(name)
-        style["ls"] = "--" if name.startswith("float16") else "-"
-        draw_with_band(panel, steps, gaps, label, style)
-    panel.axhline(0, color="0.5", lw=1)
-    panel.set(xlabel="training step", ylabel="loss above float32's (smoothed)")
-    panel.legend(title="held-out, at the end")
-
-
-def draw_with_band(
-    panel: Any,
-    steps: list[int],
-    curves: list[list[float]],
-    label: str,
-    style: dict[str, Any],
-) -> None:
-    """Draw the mean of curves, on the band that they span."""
-    low, high = zip(
-        *((min(at), max(at)) for at in zip(*curves, strict=True)), strict=True
-    )
-    panel.fill_between(steps, low, high, color=style["color"], alpha=0.2, lw=0)
-    panel.plot(steps, mean_of(curves), **style, label=label)
 
 
 def draw_finetune(figure: Any, records: Records) -> None:
@@ -260,30 +167,6 @@ def mean_and_half(cell: str) -> tuple[float, float]:
     """Return the numbers of "mean ± half width of the interval"."""
     mean, _, half = cell.partition(" ± ")
     return float(mean), float(half or "0")
-
-
-def draw_ablations(figure: Any, records: Records) -> None:
-    """What is lost without each protection, against the form that has it."""
-    panel = figure.subplots()
-    rows = [row for row in records["ablations"].rows if row["with"]]
-    for place, row in enumerate(rows):
-        if row["code, above"] == record.NOT_FINITE:
-            panel.text(0, place, " NaN", va="center")
-            continue
-        mean, half = mean_and_half(row["code, above"])
-        panel.errorbar(mean, place, xerr=half, fmt="o", color=colour_of(row["without"]))
-        panel.annotate(
-            f"{mean:+.4f}", (mean, place), xytext=(0, 5), textcoords="offset points",
-            ha="center", fontsize=7,
-        )  # fmt: skip
-    panel.set_yticks(range(len(rows)), [row["without"] for row in rows])
-    panel.axvline(0, color="0.5", lw=1, zorder=0)
-    panel.set_xscale("symlog", linthresh=1e-3)
-    panel.margins(x=0.12, y=0.1)
-    panel.invert_yaxis()
-    panel.set_xlabel(
-        "held-out loss above that of the form with the protection (symlog)"
-    )
 
 
 def draw_failures(figure: Any, records: Records) -> None:
@@ -419,12 +302,9 @@ Draw = Callable[[Any, Records], None]
 PLOTS: dict[str, tuple[float, Draw]] = {
     "stall": (3.2, draw_stall),
     "convergence": (3.2, draw_convergence),
-    "demo": (3.6, draw_demo),
     "finetune": (3.8, draw_finetune),
-    "ablations": (3.6, draw_ablations),
     "failures": (3.4, draw_failures),
     "codes": (3.2, draw_codes),
-    "step_time": (4.2, draw_step_time),
     "accelerators": (5.2, draw_accelerators),
     "amp": (3.0, draw_amp),
     "gradient_release": (3.0, draw_gradient_release),

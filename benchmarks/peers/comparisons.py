@@ -12,15 +12,12 @@ frameworks in one process slow each other down.
   scale is compared with ours after every step, to the bit.
 - 8-bit Adam: 200 steps on given gradients. "error" is the distance of the weights from
   float32 Adam's over the way that float32's have gone, both by norm.
-- Adam against torch's: our forms in the test that TransformerEngine has for its own
-  Adam. It runs on a CPU, which TransformerEngine does not.
 """
 
 import argparse
 import contextlib
 import logging
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -369,107 +366,6 @@ def made(makers: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     return found
 
 
-# Our forms in the test that TransformerEngine has for its "precision-aware" Adam:
-# https://github.com/NVIDIA/TransformerEngine/blob/0518eea877c6dcce8f45cf4d510c4db9db39454c/tests/pytorch/test_fused_optimizer.py
-# Bfloat16 params of an attention layer of width 1024 make 7 steps of length 1 with
-# random gradients, the state is saved and loaded, then 7 more. After each, masters and
-# params are compared with torch's Adam in float32.
-
-SHAPES = {"qkv": (3072, 1024), "bias": (3072,), "out": (1024, 1024), "last": (1024,)}
-STEPS_TO_SAVE = 7
-FLOAT32, COARSE, IN_8_BITS = (1.3e-6, 1e-5), (2e-3, 2e-3), (1e-2, 1e-2)
-PARAMS_WITHIN = (1.6e-2, 1e-5)
-# Form: what goes around Adam, its storage, the gradients' dtype, and the rtol and atol
-# that TransformerEngine has for masters with gradients or moments of that kind.
-PRECISIONS: dict[str, tuple[Callable[[Any], Any], Any, str, tuple[float, float]]] = {
-    "masters": (unwrapped, optax_mp.FullCopy(), "float32", FLOAT32),
-    "masters, bf16 gradients": (unwrapped, optax_mp.FullCopy(), "bfloat16", COARSE),
-    "Split(16)": (unwrapped, optax_mp.Split(16), "float32", FLOAT32),
-    "masters, bf16 moments": (
-        partial(optax_mp.low_bit_state, dtype=jnp.bfloat16),
-        optax_mp.FullCopy(),
-        "float32",
-        COARSE,
-    ),
-    "masters, 16-bit moments": (
-        partial(optax_mp.low_bit_state, bits=16),
-        optax_mp.FullCopy(),
-        "float32",
-        COARSE,
-    ),
-    "masters, 8-bit moments": (
-        optax_mp.low_bit_state,
-        optax_mp.FullCopy(),
-        "float32",
-        IN_8_BITS,
-    ),
-}
-
-
-def compare_with_torch() -> list[record.Row]:
-    """Return for each form how many masters and params are outside the tolerances."""
-    rows = []
-    for name, (wrap, storage, grad_dtype, within) in PRECISIONS.items():
-        with left_out(f"torch Adam, {name}"):
-            masters_off, params_off, furthest = 0.0, 0.0, 0.0
-            adam = wrap(optax.adam(1.0, b1=0.1, b2=0.25))
-            tx = optax_mp.mixed_precision(adam, storage=storage)
-            for exact, masters, params in in_step_with_torch(tx, grad_dtype):
-                masters_off = max(masters_off, share_outside(masters, exact, within))
-                rounded = {k: v.astype(jnp.bfloat16) for k, v in exact.items()}
-                off = share_outside(params, rounded, PARAMS_WITHIN)
-                params_off = max(params_off, off)
-                apart = (np.abs(masters[k] - exact[k]).max() for k in exact)
-                furthest = max(furthest, float(max(apart)))
-            rows.append(
-                {
-                    "Adam": name,
-                    "rtol, atol of masters": "{:g}, {:g}".format(*within),
-                    "masters outside": f"{masters_off:.3%}",
-                    "params outside": f"{params_off:.3%}",
-                    "largest difference of a master": furthest,
-                }
-            )
-    return rows
-
-
-def in_step_with_torch(tx: Any, grad_dtype: str) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield torch's weights, our masters and our params after each step."""
-    import torch
-
-    random = np.random.default_rng(3)
-    start = {k: 0.023 * random.standard_normal(s) for k, s in SHAPES.items()}
-    params = {k: jnp.asarray(x, jnp.bfloat16) for k, x in start.items()}
-    opt_state = jax.jit(tx.init)(params)
-    update = jax.jit(tx.update)
-    weights = {k: torch.tensor(np.asarray(x, np.float32)) for k, x in params.items()}
-    adam = torch.optim.Adam(weights.values(), lr=1.0, betas=(0.1, 0.25))
-    for number in range(2 * STEPS_TO_SAVE):
-        grads = {k: random.random(s, np.float32) for k, s in SHAPES.items()}
-        for name, weight in weights.items():
-            weight.grad = torch.from_numpy(grads[name])
-        adam.step()
-        low = {k: jnp.asarray(g, grad_dtype) for k, g in grads.items()}
-        updates, opt_state = update(low, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        masters = jax.device_get(optax_mp.master_params(opt_state, params))
-        yield {k: w.numpy() for k, w in weights.items()}, masters, params
-        if number + 1 == STEPS_TO_SAVE:
-            opt_state = pickle.loads(pickle.dumps(jax.device_get(opt_state)))
-
-
-def share_outside(found: Any, exact: Any, within: tuple[float, float]) -> float:
-    """Return the share of numbers that differ by more than rtol and atol allow."""
-    outside = [
-        np.abs(a - b) > within[1] + within[0] * np.abs(b)
-        for a, b in (
-            (np.asarray(found[k], np.float32), np.asarray(exact[k], np.float32))
-            for k in exact
-        )
-    ]
-    return sum(int(x.sum()) for x in outside) / sum(x.size for x in outside)
-
-
 @contextlib.contextmanager
 def left_out(name: str) -> Iterator[None]:
     """Go on without a library that is not installed."""
@@ -482,7 +378,6 @@ def left_out(name: str) -> Iterator[None]:
 TABLES: dict[str, Callable[[], list[record.Row]]] = {
     f"loss scale, {RUNS} runs of {SCALE_STEPS} steps": compare_scales,
     f"8-bit Adam, {ADAM_STEPS} steps": compare_adams,
-    "torch's Adam, by TransformerEngine's test": compare_with_torch,
 }
 
 

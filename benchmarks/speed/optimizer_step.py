@@ -297,30 +297,18 @@ def measure(shapes: list[tuple[int, ...]], args: argparse.Namespace) -> list[dic
     return rows
 
 
-def measure_again(
-    rows: list[dict], shapes: list[tuple[int, ...]], args: argparse.Namespace
-) -> None:
-    """Add to each row the ratios that as many more whole runs give."""
-    others = [measure(shapes, args) for _ in range(args.runs - 1)]
-    for row, *again in zip(rows, *others, strict=True):
-        if again:
-            row["ratios of other runs"] = [other["ratio"] for other in again]
-
-
 def main() -> None:
     """Read the options and print all tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=3, help="steps in a row a round")
     parser.add_argument("--first-calls", action="store_true", help="also time these")
-    parser.add_argument("--runs", type=int, default=1, help="whole runs, for a spread")
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     record.add_option(parser)
     args = parser.parse_args()
     devices = jax.devices()[:1]
     print(record.heading(devices))
     tables = {TITLE: measure(SHAPES, args)}
-    measure_again(tables[TITLE], SHAPES, args)
     if args.first_calls:
         tables[FIRST_CALL_TITLE] = first_calls()
     for title, rows in tables.items():
