@@ -11,7 +11,7 @@ and for a cell `{amp[0][amp, bf16][trace]}`: the number of the table, row, colum
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -107,28 +107,15 @@ def with_figures(readme: str, template: str, records: Records) -> str:
 
 def figures(records: Records) -> dict[str, Any]:
     """Return what the text says that is not one cell of a table."""
-    forms = records["convergence"].rows
-    naive = [row for row in forms if row["form"] == "bf16, naive"]
-    others = [r for r in forms if r["form"] != "float32" and r not in naive]
-    naive_apart = [row["to float32"] - 1 for row in naive]
     rates = records["demo_rates"].rows
     return {
         "runs": {k: f"`{k}`, {v}" for k, v in record.run_times().items()},
         "older": f"{len(fingerprints.stale(records))} of {len(records)}",
-        "forms_in_spread": share(row["in its spread"] == "yes" for row in others),
-        "naive_in_spread": share(row["in its spread"] == "yes" for row in naive),
-        "forms_apart": f"{max(abs(row['to float32'] - 1) for row in others):.1%}",
-        "naive_apart": f"{min(naive_apart):.0%} to {max(naive_apart):.0%}",
+        "width_steps": next(iter(records["width"].tables)).split()[-2],
         "naive_gap": spread(rates, "plain optax on bfloat16 params"),
         "demo_mean": over_seeds(records["demo"].rows, "held-out loss", mean_of),
         "demo_gaps": over_seeds(records["demo"].rows, "above float32", each_of),
     }
-
-
-def share(claims: Iterable[bool]) -> str:
-    """Return how many of these are true."""
-    claims = list(claims)
-    return f"{sum(claims)} of {len(claims)}"
 
 
 def over_seeds(

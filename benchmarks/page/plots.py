@@ -96,24 +96,21 @@ def smooth(values: list[float], decay: float = 0.8) -> list[float]:
     return means
 
 
-def draw_convergence(figure: Any, records: Records) -> None:
-    """Mean and deviation of each form's loss, a panel for each task."""
-    tables = records["convergence"].tables
-    panels = figure.subplots(1, len(tables), sharey=True)
+def draw_width(figure: Any, records: Records) -> None:
+    """How far each form is off float32, by the width of the model, with all seeds."""
+    tables = records["width"].tables
+    panels = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
     for panel, (title, rows) in zip(panels, tables.items(), strict=True):
-        first = rows[0]
-        low, high = first["loss"] - first["±"], first["loss"] + first["±"]
-        panel.axvspan(low, high, color="0.9")
         for place, row in enumerate(rows):
-            panel.errorbar(
-                row["loss"], place, xerr=row["±"], fmt="o", color=colour_of(row["form"])
-            )
-            # From a run of now, where the file has them.
-            for loss in row.get("losses", ()):
-                panel.plot(loss, place, ".", color="0.4", ms=3)
-        panel.set_yticks(range(len(rows)), [row["form"] for row in rows])
-        panel.set(title=title.split(",")[0], xlabel="held-out loss")
-    panels[0].invert_yaxis()
+            widths = [int(x.split()[1]) for x in row if x.startswith("width")]
+            seeds = [list(x) for x in zip(*row["losses"], strict=True)]
+            style = style_of(row["form"]) | MARKERS[place]
+            draw_with_band(panel, widths, seeds, row["form"], style)
+        panel.set(xscale="log", yscale="log", xlabel="width", title=title.split(":")[0])
+        panel.set_xticks(widths, [str(width) for width in widths])
+        panel.minorticks_off()
+    panels[0].set_ylabel("distance from float32 / its way")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
 
 
 def draw_amp(figure: Any, records: Records) -> None:
@@ -129,6 +126,21 @@ def draw_amp(figure: Any, records: Records) -> None:
         error.loglog(uses, errors, "o-", color=colour_of(column), label=label)
     error.set(xlabel="uses of a weight in a scan", ylabel="relative error of gradient")
     error.legend()
+
+
+def draw_with_band(
+    panel: Any,
+    steps: list[int],
+    curves: list[list[float]],
+    label: str,
+    style: dict[str, Any],
+) -> None:
+    """Draw the mean of curves, on the band that they span."""
+    low, high = zip(
+        *((min(at), max(at)) for at in zip(*curves, strict=True)), strict=True
+    )
+    panel.fill_between(steps, low, high, color=style["color"], alpha=0.2, lw=0)
+    panel.plot(steps, mean_of(curves), **style, label=label)
 
 
 def draw_finetune(figure: Any, records: Records) -> None:
@@ -301,7 +313,7 @@ Draw = Callable[[Any, Records], None]
 # Name of the image: (inches high, what draws it); all are 7 inches wide.
 PLOTS: dict[str, tuple[float, Draw]] = {
     "stall": (3.2, draw_stall),
-    "convergence": (3.2, draw_convergence),
+    "width": (3.4, draw_width),
     "finetune": (3.8, draw_finetune),
     "failures": (3.4, draw_failures),
     "codes": (3.2, draw_codes),

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 Row = dict[str, Any]
@@ -28,25 +29,18 @@ BEGAN = time.monotonic()
 # Columns that are not listed here show three digits.
 FORMATS = {
     "ms": ".2f",
-    "step ms": ".1f",
-    "eager ms": ".1f",
     "ratio": ".2f",
     "step to float32": ".2f",
     "bytes per weight": ".2f",
     "temporaries": ".2f",
     "compile s": ".2f",
     "compile ratio": ".2f",
-    "ratios of other runs": ".2f",
     "loss": ".4f",
-    "±": ".4f",
-    "to float32": ".3f",
     "to bf16": ".3f",
     "held-out loss": ".3f",
     "above float32": "+.3f",
     "peak learning rate": "g",
     "kept MiB": ".1f",
-    "trace": ".2f",
-    "by hand": ".2f",
     "error": ".1e",
     "forward low": ".0%",
     "gradient low": ".0%",
@@ -60,7 +54,6 @@ ABOUT = {
     "accelerators": "about 40 min",
     "amp": "about 4 min",
     "collectives": "about 5 min",
-    "convergence": "about 90 min",
     "demo": "about 30 min",
     "evidence": "20 s",
     "fingerprints": "10 s",
@@ -170,6 +163,14 @@ def in_seven_digits(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else NOT_FINITE
     return value
+
+
+def place_in(reference: Sequence[float], values: Sequence[float]) -> str:
+    """Say where a mean is, seen from the least and the largest of the reference."""
+    mean = fmean(values)
+    if mean < min(reference):
+        return "under it"
+    return "yes" if mean <= max(reference) else "**above it**"
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

@@ -1,21 +1,15 @@
-"""What amp costs and saves, against float32, hand-written bf16 and argument casting.
+"""What amp keeps and gets wrong, against float32, bf16 by hand and cast arguments.
 
-    python benchmarks amp                  # all tables, Markdown
-    python benchmarks amp --only model     # model or reuse
-    python benchmarks amp --size gpt2      # the block of GPT-2 small: for a GPU
-    python benchmarks amp --json FILE      # also the tables as data
+    python benchmarks amp
+    python benchmarks amp --json FILE
 
-The model is a transformer with biases and a causal mask. The contenders take turns, so
-that a slow moment of the machine hits all alike; times are medians over rounds. Errors
-are distances of the gradients to float32, by norm, compiled without XLA's excess
-precision.
+The model is a transformer with biases and a causal mask. Errors are distances of the
+gradients to float32, by norm, compiled without XLA's excess precision.
 """
 
 import argparse
 import functools
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +40,7 @@ class Size:
         )
 
 
-SIZES = {
-    "small": Size(8, 128, 256, 4, 1024, 4),
-    "gpt2": Size(8, 1024, 768, 12, 50257, 4),
-}
+SIZE, LONGEST = Size(8, 128, 256, 4, 1024, 4), 8192
 MASKED = -1e30
 
 
@@ -146,11 +137,6 @@ def contenders(size: Size) -> dict[str, Callable[[Any, jax.Array], jax.Array]]:
     }
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> None:
-    """Trace `fun` again: JAX caches the traces of a function object."""
-    jax.make_jaxpr(lambda *args: fun(*args))(*args)
-
-
 def casts(fun: Callable[..., Any], *args: Any) -> int:
     """Return how many equations change a dtype, also in the jaxprs inside."""
     return str(jax.make_jaxpr(fun)(*args)).count("convert_element_type[")
@@ -179,53 +165,27 @@ def relative_error(tree: Any, truth: Any) -> float:
     return float(np.sqrt(squares[0] / squares[1]))
 
 
-def medians(
-    runs: Sequence[Callable[[], Any]], rounds: int, before: Callable[[], Any] = int
-) -> list[float]:
-    """Return the median seconds of each, taking turns; the first round warms up."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds + 1):
-        for times, run in zip(seconds, runs, strict=True):
-            before()
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append(time.perf_counter() - began)
-    return [statistics.median(times[1:]) for times in seconds]
-
-
-def measure_model(size: Size, rounds: int) -> list[record.Row]:
-    """Return casts, kept bytes, trace time, step time and error of a training step."""
-    params, tokens = init(size), jnp.zeros((size.batch, size.length), jnp.int32)
-    tokens = jax.random.randint(jax.random.key(1), tokens.shape, 0, size.vocabulary)
-    entries = contenders(size)
+def measure_model() -> list[record.Row]:
+    """Return casts, kept bytes and error of a training step."""
+    params = init(SIZE)
+    shape = (SIZE.batch, SIZE.length)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, SIZE.vocabulary)
+    entries = contenders(SIZE)
     steps = {key: jax.value_and_grad(fun) for key, fun in entries.items()}
     truth = exactly(steps["float32"], params, tokens)[1]
-    errors = [
-        relative_error(exactly(x, params, tokens)[1], truth) for x in steps.values()
-    ]
-    tracing = medians(
-        [functools.partial(trace, fun, params, tokens) for fun in entries.values()],
-        rounds,
-        before=jax.clear_caches,
-    )
-    compiled = [jax.jit(x).lower(params, tokens).compile() for x in steps.values()]
-    times = medians([lambda x=x: x(params, tokens) for x in compiled], rounds)
     return [
         {
             "model": key,
             "casts": casts(fun, params, tokens),
             "with gradient": casts(steps[key], params, tokens),
             "kept MiB": residual_mib(fun, params, tokens),
-            "trace": tracing[i] / tracing[0],
-            "step ms": times[i] * 1e3,
-            "by hand": times[i] / times[1],
-            "error": errors[i],
+            "error": relative_error(exactly(steps[key], params, tokens)[1], truth),
         }
-        for i, (key, fun) in enumerate(entries.items())
+        for key, fun in entries.items()
     ]
 
 
-def measure_reuse(longest: int) -> list[record.Row]:
+def measure_reuse() -> list[record.Row]:
     """Return the error of the gradient of a weight that is used T times in a scan."""
 
     def total(weight: jax.Array, xs: jax.Array) -> jax.Array:
@@ -240,7 +200,7 @@ def measure_reuse(longest: int) -> list[record.Row]:
     weight = jax.random.normal(jax.random.key(0), (16, 16)) / 4
     curve = []
     turns = 16
-    while turns <= longest:
+    while turns <= LONGEST:
         xs = jax.random.normal(jax.random.key(turns), (turns, 8, 16)) + 0.5
         truth = exactly(jax.grad(total), weight, xs)
         amp_error, cast_error = (
@@ -259,30 +219,23 @@ def measure_reuse(longest: int) -> list[record.Row]:
 
 
 def main() -> None:
-    """Read the options and print all tables."""
+    """Read the options and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("model", "reuse"))
-    parser.add_argument("--size", choices=tuple(SIZES), default="small")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--longest", type=int, default=8192, help="of the scans")
     record.add_option(parser)
-    args = parser.parse_args()
-    size = SIZES[args.size]
-    measured = {
-        "model": lambda: measure_model(size, args.rounds),
-        "reuse": lambda: measure_reuse(args.longest),
-    }
-    titles = {
-        "model": f"a training step of a transformer, {size.in_words()}",
-        "reuse": "a weight used many times in a scan: error of its gradient, bf16",
+    path = parser.parse_args().json
+    tables = {
+        f"a training step of a transformer, {SIZE.in_words()}": measure_model(),
+        "a weight used many times in a scan: error of its gradient, bf16": (
+            measure_reuse()
+        ),
     }
     devices = jax.devices()[:1]
-    print(record.heading(devices))
-    tables = {}
-    for part in measured if args.only is None else [args.only]:
-        rows = tables[titles[part]] = measured[part]()
-        print(f"\n### {titles[part]}\n\n{record.as_markdown(rows)}", flush=True)
-    record.finish(args.json, tables, record.machine_of(devices), ("jax",))
+    print(
+        "\n\n".join(
+            [record.heading(devices), *map(record.as_markdown, tables.values())]
+        )
+    )
+    record.finish(path, tables, record.machine_of(devices), ("jax",))
 
 
 if __name__ == "__main__":
