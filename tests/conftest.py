@@ -22,7 +22,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 _warnings.count_event("scales its loss")
 
 # XLA's work on programs that run once is most of the time of a run. `XLA_FLAGS=`, also an
-# empty one, leaves it as it is: so CI runs the claims of bits, and the newest JAX.
+# empty one, leaves it as it is: so CI runs the claims of bits.
 if "XLA_FLAGS" not in os.environ:
     emitters = jax.__version_info__ < (0, 11)  # later JAX has no other way
     os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false" if emitters else ""

@@ -103,7 +103,8 @@ class PieceEvaluator(KernelEvaluator):
         own, (layer, i, j) = self.shape_of(shape), self.at
         _, height, runs, run = self.view_of(shape)
         step = self.height if self._sizes(shape)[0] == 1 else 1
-        starts = i * step, j * own[1], 0
+        # None is a number that JAX knows: it would refuse a piece that sticks out.
+        starts = i * step, j * own[1], j * 0
         at = layer, *(pl.ds(*both) for both in zip(starts, own, strict=True))
         sizes = self.height, self.shape[1], self.view[3]
         is_whole = self.view[1] % self.height == 0 and self.view[2] % sizes[1] == 0
