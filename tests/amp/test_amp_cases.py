@@ -39,7 +39,6 @@ OPERATIONS = {name: getattr(lax, name) for name in UNARY.split()} | {
         x, 0.0, lax.add, (2, 2), (1, 1), "VALID"
     ),
 }
-DTYPES = ["bfloat16", "float16"]
 # Functions that are also run by default, and not only traced.
 RUN_BY_DEFAULT = {"attention", "sharded", "custom_vjp"}
 # In float16, where few operations differ, those that have numbers or powers.

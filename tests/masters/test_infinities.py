@@ -20,10 +20,7 @@ VALUES = [-INF, 1.5, 0.0, 2.0**-20, INF, -INF]
 IS_INFINITE = np.isinf(VALUES)
 adam = optax.adam(1e-2)
 low_bit = functools.partial(optax_mp.low_bit_state, min_size=1)
-
-
-def mixed(inner, **settings):
-    return optax_mp.mixed_precision(inner, **settings)
+mixed = optax_mp.mixed_precision
 
 
 def split(bits, inner):

@@ -80,19 +80,15 @@ def test_an_exchange_in_16_bits_is_summed_in_float32(by):
 
     def step(params, x):
         if by == "zero1":
-            xs = x.reshape(8, -1, WIDTH)
-            grads = jax.vmap(jax.grad(loss), (None, 0), spmd_axis_name="data")(
-                params, xs
-            )
+            each = jax.vmap(jax.grad(loss), (None, 0), spmd_axis_name="data")
+            grads = each(params, x.reshape(8, -1, WIDTH))
             return tx.update(grads, tx.init(params), params)[0]
 
         def on_each(params, x):
             grads = jax.grad(loss)(params, x)
             if by == "sum_gradients":
                 return optax_mp.sum_gradients(grads, "data")
-            scatter = functools.partial(
-                jax.lax.psum_scatter, axis_name="data", scatter_dimension=0, tiled=True
-            )
+            scatter = lambda x: jax.lax.psum_scatter(x, "data", tiled=True)  # noqa: E731
             return {name: scatter(grads[name]) for name in ("head", "bias")}
 
         specs = P(), P("data")
