@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any
 
 import matplotlib
-import record
 from matplotlib.figure import Figure
 from record import Record
 
@@ -18,16 +17,9 @@ COLOURS = {
     "#E69F00": ("stochastic",),
     "#CC79A7": ("8-bit", "5.1 bytes", "compact"),
     "#009E73": ("Split", "split"),
-    "#D55E00": (
-        "naive",
-        "plain bf16",
-        "plain optax, bfloat16",
-        "plain optax on bfloat16",
-        "cast once",
-    ),
-    "#56B4E9": ("loss scale", "amp, f16"),
-    "#999999": ("written", "loop", "apply_if", "by hand", "casting"),
-    "#0072B2": ("mixed_precision", "FullCopy", "masters", "full copies", "amp"),
+    "#D55E00": ("plain bf16", "plain optax, bfloat16", "plain optax on bfloat16"),
+    "#56B4E9": ("loss scale",),
+    "#0072B2": ("mixed_precision", "FullCopy", "masters", "amp"),
 }
 
 
@@ -44,16 +36,6 @@ def style_of(name: str) -> dict[str, Any]:
     if "float32" in name:
         return {"color": "black", "lw": 5, "alpha": 0.3}
     return {"color": colour_of(name), "lw": 1.8}
-
-
-def draw_bars(panel: Any, rows: list[record.Row], column: str) -> None:
-    """Draw a bar for each row, with its value beside it, the first row on top."""
-    names = [next(iter(row.values())) for row in rows]
-    values = [row[column] for row in rows]
-    bars = panel.barh(names, values, color=[colour_of(name) for name in names])
-    panel.bar_label(bars, [record.cell(column, v) for v in values], padding=3)
-    panel.margins(x=0.25)
-    panel.invert_yaxis()
 
 
 def draw_stall(figure: Any, records: Records) -> None:
@@ -96,26 +78,6 @@ def smooth(values: list[float], decay: float = 0.8) -> list[float]:
     return means
 
 
-def draw_convergence(figure: Any, records: Records) -> None:
-    """Mean and deviation of each form's loss, a panel for each task."""
-    tables = records["convergence"].tables
-    panels = figure.subplots(1, len(tables), sharey=True)
-    for panel, (title, rows) in zip(panels, tables.items(), strict=True):
-        first = rows[0]
-        low, high = first["loss"] - first["±"], first["loss"] + first["±"]
-        panel.axvspan(low, high, color="0.9")
-        for place, row in enumerate(rows):
-            panel.errorbar(
-                row["loss"], place, xerr=row["±"], fmt="o", color=colour_of(row["form"])
-            )
-            # From a run of now, where the file has them.
-            for loss in row.get("losses", ()):
-                panel.plot(loss, place, ".", color="0.4", ms=3)
-        panel.set_yticks(range(len(rows)), [row["form"] for row in rows])
-        panel.set(title=title.split(",")[0], xlabel="held-out loss")
-    panels[0].invert_yaxis()
-
-
 def draw_width(figure: Any, records: Records) -> None:
     """How far each form is off float32, by the width of the model, with all seeds."""
     ((title, rows),) = records["width"].tables.items()
@@ -133,21 +95,6 @@ def draw_width(figure: Any, records: Records) -> None:
     panel.minorticks_off()
     panel.set_ylabel("distance from float32 / its way")
     figure.legend(loc="outside right center")
-
-
-def draw_amp(figure: Any, records: Records) -> None:
-    """What the forward pass keeps, and the error of the gradient of a reused weight."""
-    kept, error = figure.subplots(1, 2)
-    model, reuse = records["amp"].tables.values()
-    draw_bars(kept, model, "kept MiB")
-    kept.set_xlabel("MiB kept for the backward pass")
-    uses = [row["uses"] for row in reuse]
-    for column in ("cast once", "amp: a cast for each use"):
-        errors = [row[column] for row in reuse]
-        label = column.split(":")[0]
-        error.loglog(uses, errors, "o-", color=colour_of(column), label=label)
-    error.set(xlabel="uses of a weight in a scan", ylabel="relative error of gradient")
-    error.legend()
 
 
 def draw_finetune(figure: Any, records: Records) -> None:
@@ -186,93 +133,6 @@ def mean_and_half(cell: str) -> tuple[float, float]:
     """Return the numbers of "mean ± half width of the interval"."""
     mean, _, half = cell.partition(" ± ")
     return float(mean), float(half or "0")
-
-
-def draw_failures(figure: Any, records: Records) -> None:
-    """Rows that few batches touch, and updates under half a unit by learning rate."""
-    rare, tail = figure.subplots(1, 2)
-    tables = list(records["failures"].tables.values())
-    for place, row in enumerate(tables[0]):
-        name, *cells = row.values()
-        style = style_of(name) | MARKERS[place]
-        rare.plot(list(row)[1:], [float(cell) for cell in cells], **style, label=name)
-    rare.set(ylabel="distance left to the goal", title="rows of an embedding")
-    rare.tick_params(axis="x", labelsize=7)
-    rare.set_xlabel("how often a batch had the token")
-    rare.legend(fontsize=6)
-    rates = [float(row["learning rate"]) for row in tables[-1]]
-    for column, marker in (("stalled", "o"), ("predicted", "--")):
-        shares = [float(row[column].rstrip("%")) for row in tables[-1]]
-        tail.semilogx(rates, shares, marker, color="#D55E00", label=column)
-    tail.set(xlabel="learning rate of Adam", title="updates under half a bf16 unit")
-    tail.set(ylabel="% of updates")
-    tail.legend()
-
-
-def draw_codes(figure: Any, records: Records) -> None:
-    """How far 8-bit Adams are from float32's, by what a matrix's gradients are like."""
-    panel = figure.subplots()
-    rows = records["comparisons"].tables["8-bit Adam, 200 steps"]
-    rows = [row for row in rows if "8" in row["Adam"]]
-    columns = [column for column in rows[0] if column.startswith("error, ")]
-    colours = ("#CC79A7", "#E8C1D8", "#0072B2", "#999999")
-    for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        at = [place + 0.2 * (i - 1.5) for place in range(len(columns))]
-        errors = [row[column] for column in columns]
-        bars = panel.bar(at, errors, 0.19, color=colour, label=row["Adam"])
-        panel.bar_label(bars, [record.cell("", x) for x in errors], fontsize=7)
-    panel.set_yscale("log")
-    panel.margins(y=0.1)
-    panel.set_xticks(range(len(columns)), [c.partition(", ")[2] for c in columns])
-    panel.set_ylabel("distance to float32 / its way")
-    panel.legend(fontsize=7)
-
-
-def draw_accelerators(figure: Any, records: Records) -> None:
-    """What a step of AdamW and a transformer's training step move on a TPU and GPU."""
-    tables = records["accelerators"].tables
-    panels = figure.subplots(2, 2, sharey="row", height_ratios=(8, 7))
-    for (above, below), target in zip(panels.T, ("TPU v5e", "H100"), strict=True):
-        rows = tables[f"AdamW, compiled for {target}"]
-        draw_ways(above, [row for row in rows if row["form"] in MOVED_BY])
-        above.set(title=target, xlabel="bytes per weight, AdamW", xlim=(0, 50))
-        title = f"Training step of a transformer, compiled for {target}"
-        draw_bars(below, tables[title], "GB moved")
-        below.set_xlabel("GB, a transformer's training step")
-    panels[0, 0].invert_yaxis()
-    panels[1, 0].invert_yaxis()  # which `draw_bars` did twice, of axes that are shared
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
-
-
-MOVED_BY = (
-    "float32",
-    "masters",
-    "loss scale",
-    "Split(16)",
-    "Split(8)",
-    "5.1 bytes",
-    "stochastic rounding",
-)
-
-
-def draw_ways(panel: Any, rows: list[record.Row]) -> None:
-    """Draw what forms move by `tx.update` and by `take_step`, and the limit."""
-    names = [row["form"] for row in rows]
-    by_update = [row["moved"] for row in rows]
-    panel.barh(names, by_update, color="0.85", label="tx.update")
-    panel.barh(
-        names,
-        [row["moved, take_step"] for row in rows],
-        height=0.5,
-        color=[colour_of(name) for name in names],
-        label="take_step (in colours)",
-    )
-    limits = [row["limit"] for row in rows]
-    panel.plot(limits, names, "k|", ms=12, label="the limit: each array once")
-    for name, moved in zip(names, by_update, strict=True):
-        if moved > 50:
-            panel.text(49, name, f"{moved:.0f} →", ha="right", va="center")
 
 
 def draw_gradient_release(figure: Any, records: Records) -> None:
@@ -321,12 +181,7 @@ Draw = Callable[[Any, Records], None]
 PLOTS: dict[str, tuple[float, Draw]] = {
     "stall": (3.2, draw_stall),
     "width": (3.0, draw_width),
-    "convergence": (3.2, draw_convergence),
     "finetune": (3.8, draw_finetune),
-    "failures": (3.4, draw_failures),
-    "codes": (3.2, draw_codes),
-    "accelerators": (5.2, draw_accelerators),
-    "amp": (3.0, draw_amp),
     "gradient_release": (3.0, draw_gradient_release),
 }
 

@@ -40,7 +40,7 @@ class Size:
         )
 
 
-SIZE, LONGEST = Size(8, 128, 256, 4, 1024, 4), 8192
+SIZE = Size(8, 128, 256, 4, 1024, 4)
 MASKED = -1e30
 
 
@@ -185,56 +185,14 @@ def measure_model() -> list[record.Row]:
     ]
 
 
-def measure_reuse() -> list[record.Row]:
-    """Return the error of the gradient of a weight that is used T times in a scan."""
-
-    def total(weight: jax.Array, xs: jax.Array) -> jax.Array:
-        def use(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
-            return carry + jnp.sum(jnp.tanh(x @ weight)), None
-
-        return jax.lax.scan(use, jnp.float32(0), xs)[0]
-
-    def hoisted(weight: jax.Array, xs: jax.Array) -> jax.Array:
-        return total(weight.astype(jnp.bfloat16), xs.astype(jnp.bfloat16))
-
-    weight = jax.random.normal(jax.random.key(0), (16, 16)) / 4
-    curve = []
-    turns = 16
-    while turns <= LONGEST:
-        xs = jax.random.normal(jax.random.key(turns), (turns, 8, 16)) + 0.5
-        truth = exactly(jax.grad(total), weight, xs)
-        amp_error, cast_error = (
-            relative_error(exactly(jax.grad(fun), weight, xs), truth)
-            for fun in (optax_mp.amp(total), hoisted)
-        )
-        curve.append(
-            {
-                "uses": turns,
-                "amp: a cast for each use": amp_error,
-                "cast once": cast_error,
-            }
-        )
-        turns *= 2
-    return curve
-
-
 def main() -> None:
-    """Read the options and print both tables."""
+    """Read the options and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     record.add_option(parser)
     path = parser.parse_args().json
-    tables = {
-        f"a training step of a transformer, {SIZE.in_words()}": measure_model(),
-        "a weight used many times in a scan: error of its gradient, bf16": (
-            measure_reuse()
-        ),
-    }
-    devices = jax.devices()[:1]
-    print(
-        "\n\n".join(
-            [record.heading(devices), *map(record.as_markdown, tables.values())]
-        )
-    )
+    devices, rows = jax.devices()[:1], measure_model()
+    tables = {f"a training step of a transformer, {SIZE.in_words()}": rows}
+    print(f"{record.heading(devices)}\n\n{record.as_markdown(rows)}")
     record.finish(path, tables, record.machine_of(devices), ("jax",))
 
 

@@ -2,7 +2,6 @@
 
     python benchmarks convergence              # all tasks, Markdown tables
     python benchmarks convergence --json FILE  # also the tables as data
-    python benchmarks convergence --steps-factor 0.05 --seeds 2 --tasks digits
 
 A form says in what dtype the params are, and how masters and moments are kept. Three
 models are trained in each: the demo's transformer on the demo's novel, a small conv
@@ -16,8 +15,6 @@ instead of 4096, so that all matrices but the tiniest are, and no norms and bias
 """
 
 import argparse
-import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -229,7 +226,7 @@ def regression() -> Task:
     )
 
 
-TASKS = {"transformer": transformer, "digits": digits, "regression": regression}
+TASKS = transformer, digits, regression
 
 
 def final_losses(task: Task, form: Form, seeds: int) -> tuple[np.ndarray, float]:
@@ -262,17 +259,9 @@ def final_losses(task: Task, form: Form, seeds: int) -> tuple[np.ndarray, float]
 
 def measure(task: Task, seeds: int) -> list[dict[str, Any]]:
     """Train in all forms; return a row for each."""
-
-    def train(form: Form) -> tuple[np.ndarray, float]:
-        began = time.perf_counter()
-        found = final_losses(task, form, seeds)
-        seconds = time.perf_counter() - began
-        print(f"{task.title}: {form.name}, {seconds:.0f} s", file=sys.stderr)
-        return found
-
     # Models this small leave a second core idle; it takes another form.
     with ThreadPoolExecutor(max_workers=2) as pool:
-        results = list(pool.map(train, FORMS))
+        results = list(pool.map(lambda form: final_losses(task, form, seeds), FORMS))
     reference = results[0][0]
     return [
         {
@@ -294,15 +283,12 @@ def main() -> None:
     """Read the options and print all tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps-factor", type=float, default=1.0, help="of all runs")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     record.add_option(parser)
     args = parser.parse_args()
     print(f"{record.heading(jax.devices())}, {args.seeds} seeds")
     tables = {}
-    for name in args.tasks:
-        task = TASKS[name]()
-        task = replace(task, steps=max(20, round(args.steps_factor * task.steps)))
+    for make in TASKS:
+        task = make()
         title = f"{task.title}, after {task.steps} steps"
         tables[title] = measure(task, args.seeds)
         print(f"\n### {title}\n\n{record.as_markdown(tables[title])}", flush=True)

@@ -1,14 +1,14 @@
-"""How far each form ends from float32, by the width of the model, with muP's rates.
+"""How far each form ends from float32, by the width of a model, with muP's rates.
 
     python benchmarks width
     python benchmarks width --json FILE
-    python benchmarks width --tasks MLP --widths 64 128 --steps 20
+    python benchmarks width --widths 64 128 --steps 20
 
-An MLP learns from a random one, the demo's transformer from the demo's novel. Adam's
-rates are as in muP (arXiv 2203.03466, Table 8), written as multipliers: a matrix that
-reads a hidden layer is multiplied by 64 / width and starts so much larger, so that one
-rate serves all widths. Gradients are computed in float32 at the params of each form:
-forms differ by what the optimizer keeps, and not by 16-bit products.
+An MLP learns from a random one. Adam's rates are as in muP (arXiv 2203.03466, Table 8),
+written as multipliers: a matrix that reads a hidden layer is multiplied by 64 / width
+and starts so much larger, so that one rate serves all widths. Gradients are computed in
+float32 at the params of each form: forms differ by what the optimizer keeps, and not by
+16-bit products.
 
 "Off by" is the distance of the weights from float32's of the same seed, over the way
 that float32's have gone from their start, both by norm.
@@ -16,8 +16,6 @@ that float32's have gone from their start, both by norm.
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import forms
@@ -26,12 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import record
-from the_demo import Settings, drawer, init_params, make_loss, read_corpus
 
 import optax_mp
 
-SEEDS, STEPS, BASE = 3, 150, 64
-INPUTS, OUTPUTS = 64, 16
+SEEDS, STEPS, WIDTHS = 3, 150, [64, 256, 1024]
+BASE, INPUTS, OUTPUTS = 64, 64, 16
 COMPARED = "masters", "Split(16)", "Split(8)", "8-bit state", "5.1 bytes"
 # How each makes its optimizer, with the dtypes of params and gradients. The first is
 # what the others are compared with.
@@ -42,76 +39,36 @@ FORMS = {
     "stochastic rounding, 8-bit state": forms.FORMS["stochastic rounding"],
 }
 
-Task = tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[..., Any]]
+
+def init(key: jax.Array, width: int) -> dict[str, jax.Array]:
+    """Return the first weights of an MLP."""
+    shapes = {"in": (INPUTS, width), "hidden": (width, width), "out": (width, OUTPUTS)}
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: jax.random.normal(k, shape) * shape[0] ** -0.5
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
-def mlp(width: int) -> Task:
-    """Return an MLP's first weights by key, its batch by key, and its loss."""
+def apply(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Return what the MLP says."""
+    x = jax.nn.relu(x @ params["in"])
+    return jax.nn.relu(x @ params["hidden"]) @ params["out"]
 
-    def init(key: jax.Array, width: int = width) -> dict[str, jax.Array]:
-        shapes = {"in": (INPUTS, width), "hidden": (width, width)}
-        shapes["out"] = (width, OUTPUTS)
-        keys = jax.random.split(key, len(shapes))
-        return {
-            name: jax.random.normal(k, shape) * shape[0] ** -0.5
-            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
 
-    def apply(params: Any, x: jax.Array) -> jax.Array:
-        x = jax.nn.relu(x @ params["in"])
-        return jax.nn.relu(x @ params["hidden"]) @ params["out"]
-
+def ends(width: int, form: Any, steps: int) -> np.ndarray:
+    """Return the weights, as the model multiplies them: a row for each seed."""
+    make, dtype, grad_dtype, _ = form
+    tx = make()
     teacher = init(jax.random.key(-1), 256)
+    factors = {"in": 1.0, "hidden": BASE / width, "out": BASE / width}
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.square(apply(params, x) - apply(teacher, x)).mean()
 
-    return init, lambda key: jax.random.normal(key, (64, INPUTS)), loss
-
-
-def transformer(width: int) -> Task:
-    """Return the same of the demo's decoder, with heads of 16."""
-
-    def init(key: jax.Array) -> dict[str, Any]:
-        params = init_params(key, settings)
-        return params | {"out": params.pop("logits")}
-
-    def loss(params: Any, windows: jax.Array) -> jax.Array:
-        params = {**params, "logits": params["out"]}
-        return of_demo({k: x for k, x in params.items() if k != "out"}, windows)
-
-    settings = replace(Settings(), width=width, head_count=width // 16, context=32)
-    draw = drawer(jnp.asarray(read_corpus(settings.context)[0]), settings)
-    of_demo = make_loss(settings, "float32")
-    return init, draw, loss
-
-
-TASKS = {
-    "MLP": (mlp, (64, 256, 1024)),
-    "transformer": (transformer, (64, 256)),
-}
-
-
-def multipliers(params: Any, width: int) -> Any:
-    """Return what each leaf is multiplied by: 64 / width where it reads `width`."""
-
-    def of(path: Any, leaf: jax.Array) -> float:
-        reads_hidden = leaf.ndim > 1 and path[-1].key not in ("in", "characters")
-        return BASE / width if reads_hidden else 1.0
-
-    return jax.tree_util.tree_map_with_path(of, params)
-
-
-def ends(task: Task, width: int, form: Any, steps: int) -> np.ndarray:
-    """Return the weights, as the model multiplies them: a row for each seed."""
-    make, dtype, grad_dtype, _ = form
-    tx = make()
-    init, draw, loss = task
-
     def run(seed: jax.Array) -> Any:
         keys = jax.random.split(jax.random.key(seed), 2)
-        first = init(keys[0])
-        factors = multipliers(first, width)
+        first = init(keys[0], width)
         params = jax.tree.map(jnp.divide, first, factors)
         # The last layer's weights are smaller by one more root of the width.
         params["out"] *= (BASE / width) ** 0.5
@@ -125,7 +82,8 @@ def ends(task: Task, width: int, form: Any, steps: int) -> np.ndarray:
 
         def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
             params, state = carry
-            batch = draw(jax.random.fold_in(keys[1], number))
+            batch = jax.random.fold_in(keys[1], number)
+            batch = jax.random.normal(batch, (64, INPUTS))
             grads = jax.grad(lambda params: loss(wide(params), batch))(params)
             grads = optax_mp.cast_floating(grads, grad_dtype)
             updates, state = tx.update(grads, state, params)
@@ -140,37 +98,31 @@ def ends(task: Task, width: int, form: Any, steps: int) -> np.ndarray:
     return np.concatenate(leaves, axis=1)
 
 
-def measure(name: str, widths: tuple[int, ...], steps: int) -> list[record.Row]:
+def measure(widths: list[int], steps: int) -> list[record.Row]:
     """Return a row for each form: how far it is off at each width, mean of seeds."""
     rows = {form: {"form": form} for form in FORMS if form != "float32"}
     for width in widths:
-        task = TASKS[name][0](width)
-        exact = ends(task, width, FORMS["float32"], steps)
-        start = ends(task, width, FORMS["float32"], 0)
-        way = np.linalg.norm(exact - start, axis=1)
+        exact = ends(width, FORMS["float32"], steps)
+        way = np.linalg.norm(exact - ends(width, FORMS["float32"], 0), axis=1)
         for form, row in rows.items():
-            apart = ends(task, width, FORMS[form], steps) - exact
+            apart = ends(width, FORMS[form], steps) - exact
             off = np.linalg.norm(apart, axis=1) / way
             row[f"width {width}"] = float(off.mean())
             row.setdefault("losses", []).append(off.tolist())
-            print(f"{name} of {width}, {form}: {off}", file=sys.stderr)
+            print(f"{width}, {form}: {off}", file=sys.stderr)
     return list(rows.values())
 
 
 def main() -> None:
-    """Read the options and print the tables."""
+    """Read the options and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--widths", type=int, nargs="+", help="other ones")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--steps", type=int, default=STEPS)
     record.add_option(parser)
     args = parser.parse_args()
-    tables = {}
-    print(record.heading(jax.devices()))
-    for name in args.tasks:
-        rows = measure(name, args.widths or TASKS[name][1], args.steps)
-        tables[f"{name}: off by, at each width, after {args.steps} steps"] = rows
-        print(f"\n{record.as_markdown(rows)}", flush=True)
+    rows = measure(args.widths, args.steps)
+    tables = {f"MLP: off by, at each width, after {args.steps} steps": rows}
+    print(f"{record.heading(jax.devices())}\n\n{record.as_markdown(rows)}")
     record.finish(args.json, tables, record.machine_of(jax.devices()))
 
 
