@@ -115,6 +115,20 @@ AROUND = {
 }
 
 
+def in_turn(f):
+    return lambda *xs: jax.lax.map(lambda x: f(*x), xs)
+
+
+def on_devices(f):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    spec = jax.P("data")
+    return jax.shard_map(jax.vmap(f), mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+# How the members of a batch of models are computed.
+MAPS = {"vmap": jax.vmap, "scan": in_turn, "shard_map": on_devices}
+
+
 def tree_dims(tree):
     return jax.tree.map(np.ndim, tree)
 
@@ -160,6 +174,7 @@ class Case:
         self.leaves = [(pick(*dtypes), pick(*shapes)) for _ in range(count)]
         self.leaves[0] = (pick(*low), self.leaves[0][1])
         self.container = pick(list, tuple, dict, "nested", "Haiku")
+        self.map = pick(*MAPS)
 
     def __repr__(self):
         """Return what was drawn."""
@@ -236,14 +251,14 @@ def is_floating(x):
 
 
 def run(seed, values=VALUES):
-    """Check one structure on many values, as members of a `vmap`; return how many.
+    """Check one structure on many values, by one of `MAPS`; return how many.
 
     Of a model, as many as memory takes.
     """
     case = Case(seed)
     if case.is_model:
         size = max(math.prod(shape) for _, shape in case.leaves)
-        values = min(values, max(6, 2**20 // size))
+        values = min(values, 2 * max(3, 2**19 // size))
     jax.config.update("jax_enable_x64", bool(case.x64))
     inner, _, tx = case.transformation()
     params = case.arrays(0)
@@ -268,8 +283,8 @@ def run(seed, values=VALUES):
         updates, after = inner.update(grads, inner_state, masters, **extra)
         return optax.apply_updates(masters, updates), after
 
-    init, step, bare_step = (jax.jit(jax.vmap(f)) for f in (tx.init, step, bare_step))
-    masters_of = jax.jit(jax.vmap(optax_mp.master_params))
+    functions = (tx.init, step, bare_step, optax_mp.master_params)
+    init, step, bare_step, masters_of = (jax.jit(MAPS[case.map](f)) for f in functions)
     is_compared = case.storage is not None and case.name != "sam"
     is_compared &= not any(x in ("int32", "None") for x, _ in case.leaves)
     treedef = jax.tree.structure(params)
@@ -349,6 +364,7 @@ def check_once(case, tx, params, state):
 
 def main(first, last):
     """Run seeds and print faults."""
+    jax.config.update("jax_num_cpu_devices", 2)
     count: Counter[str] = Counter()
     for seed in range(first, last):
         try:
