@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox
@@ -102,7 +103,7 @@ INSIDE = {
         optax.MultiSteps(tx, 2).init, optax.MultiSteps(tx, 2).update
     ),
     "decay": lambda tx: optax.chain(
-        tx, optax.add_decayed_weights(-0.01, lambda p: jax.tree.map(bool, tree_dims(p)))
+        tx, optax.add_decayed_weights(-0.01, partial(jax.tree.map, jnp.ndim))
     ),
     "8 bits": lambda tx: optax_mp.low_bit_state(tx, min_size=1),
     "finite": lambda tx: optax.apply_if_finite(tx, 2),
@@ -115,22 +116,18 @@ AROUND = {
 }
 
 
-def in_turn(f):
-    return lambda *xs: jax.lax.map(lambda x: f(*x), xs)
-
-
 def on_devices(f):
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
     spec = jax.P("data")
     return jax.shard_map(jax.vmap(f), mesh=mesh, in_specs=spec, out_specs=spec)
 
 
 # How the members of a batch of models are computed.
-MAPS = {"vmap": jax.vmap, "scan": in_turn, "shard_map": on_devices}
-
-
-def tree_dims(tree):
-    return jax.tree.map(np.ndim, tree)
+MAPS = {
+    "vmap": jax.vmap,
+    "scan": lambda f: lambda *xs: jax.lax.map(lambda x: f(*x), xs),
+    "shard_map": on_devices,
+}
 
 
 @dataclasses.dataclass
@@ -246,10 +243,6 @@ def applied(params, updates):
     )
 
 
-def is_floating(x):
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def run(seed, values=VALUES):
     """Check one structure on many values, by one of `MAPS`; return how many.
 
@@ -329,7 +322,7 @@ def assert_same(have, want, members, what):
 def assert_near(have, want, what, tolerance, members=slice(None)):
     """Raise unless floats are equal but for roundings, and all else is equal."""
     for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
-        if a.dtype.itemsize == 1 and not is_floating(a):
+        if a.dtype.itemsize == 1 and not jnp.issubdtype(a.dtype, jnp.floating):
             continue  # codes that are a rounding apart
         a, b = (numbers(x)[members].astype("f8") for x in (a, b))
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=1e-6, err_msg=what)
