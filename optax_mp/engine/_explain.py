@@ -16,9 +16,7 @@ from optax_mp.engine._tailwise import (
 
 
 def explain_step(
-    bind: Callable[..., tuple[Any, ...]],
-    arrays: tuple[Any, ...],
-    device_counts: Sequence[int],
+    bind: Callable[..., Any], arrays: tuple[Any, ...], device_counts: Sequence[int]
 ) -> list[tuple[str, ...]]:
     """Return for each param what computes its step on a TPU, and on a GPU.
 
@@ -61,13 +59,10 @@ def _decide(
 
 def _decisions_on(traced: TracedStep, target: Target) -> dict[Any, str]:
     """Return for each output of a tail whether a kernel computes it, or why not."""
-    step, failed = TailwiseStep(traced, target), None
+    step = TailwiseStep(traced, target)
     try:
         step.run([traced.values[x] for x in traced.call_values[0]], {}, {})
     except Exception as error:  # as while it is lowered, it runs as written then
-        failed = explain(error)
-    return {
-        output: failed or step.decisions[tail.outputs[0]]
-        for tail in traced.tails
-        for output in tail.outputs
-    }
+        outputs = [output for tail in traced.tails for output in tail.outputs]
+        return dict.fromkeys(outputs, explain(error))
+    return step.decisions

@@ -26,12 +26,7 @@ from optax_mp._jax._jaxpr import Equation, TracedCall, bind, evaluate
 from optax_mp._take_step import StepFn
 from optax_mp._warnings import warn_once
 from optax_mp.engine import _chunks, _kernels
-from optax_mp.engine._by_platform import (
-    PLATFORMS,
-    Function,
-    Target,
-    call_by_platform,
-)
+from optax_mp.engine._by_platform import PLATFORMS, Function, Target, call_by_platform
 from optax_mp.engine._in_turn import run_in_turn
 from optax_mp.engine._layout import Part, Shardings
 from optax_mp.engine._program import (
@@ -145,10 +140,7 @@ class TracedStep:
 
 
 def trace_step(
-    step: StepFn,
-    inputs: Any,
-    kept: Any,
-    shardings: Sequence[NamedSharding | None] = (),
+    step: StepFn, inputs: Any, kept: Any, shardings: Sequence[NamedSharding | None] = ()
 ) -> "TracedStep | str":
     """Trace a step as one equation: a call of `jit`. Or say why it must run as written.
 
@@ -158,16 +150,17 @@ def trace_step(
     again. For the arguments see `run_step`.
     """
     leaves = jax.tree.leaves((inputs, kept))
-    if not may_hold_codes(kept):
-        return NO_LOW_BITS
-    if not any(map(is_traced, leaves)) or not compiles():
-        return "not within `jit`"
-    if is_transformed(leaves):
-        return TRANSFORMED
-    if any(map(is_on_host, leaves)):
-        return "state in host memory"
-    if getattr(jax.config, "jax_check_tracer_leaks", False):
-        return "JAX looks for leaked tracers"
+    finds_leaks = getattr(jax.config, "jax_check_tracer_leaks", False)
+    obstacles = {
+        NO_LOW_BITS: not may_hold_codes(kept),
+        "not within `jit`": not any(map(is_traced, leaves)) or not compiles(),
+        TRANSFORMED: is_transformed(leaves),
+        "state in host memory": any(map(is_on_host, leaves)),
+        "JAX looks for leaked tracers": finds_leaks,
+    }
+    for obstacle, is_found in obstacles.items():
+        if is_found:
+            return obstacle
     _kernels.are_on()  # an unknown word is an error here, and would be a warning later
     traced = TracedCall.of(
         lambda both: step(*both), (inputs, kept), is_traced, jit_name=STEP
@@ -252,8 +245,8 @@ class TailwiseStep:
         traced: the step.
         target: what it is lowered for.
         shared: what runs the tails that are alike, by their form.
-        decisions: for the first output of each tail that was run, what `proof_of` its
-            kernel says, or why it has none.
+        decisions: for the outputs of each tail that was run, what `proof_of` its kernel
+            says, or why it has none.
     """
 
     traced: TracedStep
@@ -281,29 +274,19 @@ class TailwiseStep:
         # Kernels and chunks widen what they have read.
         as_stored = values | {reads[i]: x for i, x in widened_from.items()}
         known = traced.shardings or {reads[i]: x for i, x in shardings.items()}
-        results = dict(values)
         for tail in tails:
             args = [as_stored[value] for value in tail.reads]
-            made = self._run_tail(tail, args, known)
+            # A kernel sees one device. If the layout of sharded arrays is known, each
+            # device runs it on its own part, inside of a `shard_map` made here.
+            part = Part.of(tail, args, known)
+            made = self._by_kernel(tail, part, args)
+            made = made or self._by_chunks(tail, part, args)
             if made is None:
-                local = dict(values)
-                run_nodes(tail.nodes, local)
-                made = [local[value] for value in tail.outputs]
-            results.update(zip(tail.outputs, made, strict=True))
-        return [read_output(results, value) for value in outputs]
-
-    def _run_tail(
-        self, tail: ElementwiseTail, args: Sequence[Any], known: Shardings
-    ) -> list[Any] | None:
-        """Return the outputs of a tail; None if it is to run as written."""
-        # A kernel sees one device. If the layout of sharded arrays is known, each
-        # device runs it on its own part, inside of a `shard_map` made here.
-        part = Part.of(tail, args, known)
-        made = self._by_kernel(tail, part, args)
-        made = made or self._by_chunks(tail, part, args)
-        if made is None:
-            self._warn_of_layout(tail)
-        return made
+                self._warn_of_layout(tail)
+                run_nodes(tail.nodes, values)
+            else:
+                values.update(zip(tail.outputs, made, strict=True))
+        return [read_output(values, value) for value in outputs]
 
     def _by_kernel(
         self, tail: ElementwiseTail, part: Part, args: Sequence[Any]
@@ -313,26 +296,22 @@ class TailwiseStep:
         kernel = _kernels.find_kernel(tail, part, self.target)
         if not isinstance(kernel, str):
             try:
-                # Without devices of the target's kind, there is no proof.
-                proof = NOT_PROVED
-                if self.target.kind:
-                    proof = proof_of(kernel, tail, part, self.target)
+                proof = proof_of(kernel, tail, part, self.target)
                 if proof in (PROVED, NOT_PROVED):
                     made = self._run(tail, part, kernel.run_tail, args)
                 kernel = proof
             except Exception as error:
                 kernel = _kernels.warn_of(error)
-        self.decisions[tail.outputs[0]] = kernel
+        self.decisions.update(dict.fromkeys(tail.outputs, kernel))
         return made
 
     def _warn_of_layout(self, tail: ElementwiseTail) -> None:
         is_unknown = self.decisions[tail.outputs[0]] == _kernels.UNKNOWN_LAYOUT
         if is_unknown and not self.traced.shardings:
             warn_once(
-                "optax_mp: the sharding of low-bit arrays is not known, as in a loop "
-                "or `jit` within `jit`. The step runs without kernels, and moves at "
-                "least 1.4 times as many bytes on a TPU, 2.2 times on a GPU. Use a "
-                "mesh with explicit axes, or pass "
+                "optax_mp: the sharding of low-bit arrays is not known, as in a loop, "
+                "so a step without kernels moves at least 1.4 times as many bytes on a "
+                "TPU, 2.2 times on a GPU. Use a mesh with explicit axes, or pass "
                 "`param_shardings=jax.tree.map(lambda p: p.sharding, params)` to "
                 "`optax_mp.take_step`, in place of `tx.update`."
             )
@@ -341,16 +320,14 @@ class TailwiseStep:
         self, tail: ElementwiseTail, part: Part, args: Sequence[Any]
     ) -> list[Any] | None:
         """Return the same in chunks, or None where chunks do not pay."""
-        is_known = part.sharding is not None
-        if tail.obstacle is not None or self.target.platform != "tpu":
+        is_known, target = part.sharding is not None, self.target
+        if tail.obstacle or target.platform != "tpu" or target.is_within_shard_map:
             return None
         # Types that say how arrays are sharded would be wrong for chunks.
-        is_typed = any(mesh_in_type(x).explicit_axes for x in args)
-        if self.target.is_within_shard_map or (is_typed and not is_known):
+        if not is_known and any(mesh_in_type(x).explicit_axes for x in args):
             return None
-        count = 1 if is_known else self.target.device_count
-        first = _chunks.first_chunk(part, _chunks.COUNT, count)
-        if first is None:
+        count = 1 if is_known else target.device_count
+        if (first := _chunks.first_chunk(part, _chunks.COUNT, count)) is None:
             return None
 
         def run_tail(tail: ElementwiseTail, part: Part, args: Any) -> list[Any]:
@@ -359,19 +336,13 @@ class TailwiseStep:
         return self._run(tail, part, run_tail, args)
 
     def _run(
-        self,
-        tail: ElementwiseTail,
-        part: Part,
-        run_tail: Callable[..., list[Any]],
-        args: Any,
+        self, tail: ElementwiseTail, part: Part, run_tail: Callable[..., Any], args: Any
     ) -> list[Any]:
         """Return the outputs of a tail by `run_tail`, on each device for its part."""
-        rank = len(part.shape)
 
         @jax.jit
-        def run(*args: Any) -> list[Any]:
-            here = replace(part, origin=args[:rank])
-            return list(run_tail(tail, here, args[rank:]))
+        def run(origin: Any, args: Any) -> list[Any]:
+            return run_tail(tail, replace(part, origin=origin), args)
 
         # Leaves of one shape have tails of one form: one function is lowered for all.
         # The place of a shard is an argument of it, as it differs among devices.
@@ -380,8 +351,8 @@ class TailwiseStep:
         shared = self.shared.get(form, run)
 
         def run_part(part: Part, args: Any) -> list[Any]:
-            return shared(*map(jnp.int32, part.origin), *args)
+            return shared(tuple(map(jnp.int32, part.origin)), args)
 
-        made = part.run(tail, run_part, args)
+        made = part.run(run_part, args)
         self.shared[form] = shared
         return made
