@@ -257,8 +257,8 @@ def tails_of(form: str, shape: tuple[int, ...]) -> list[Any]:
 
     def trace(*args: Any) -> None:
         step, inputs, kept, *_ = bind_step("", tx, *args, None, {})
-        traced = _tailwise.trace_step(step, inputs, kept)
-        assert not isinstance(traced, str), traced
+        traced, obstacle = _tailwise.trace_step(step, inputs, kept)
+        assert traced is not None, obstacle
         found.extend(traced.tails)
 
     jax.eval_shape(trace, grads, jax.eval_shape(tx.init, params), params)

@@ -30,7 +30,9 @@ def explain_step(
 
     def trace(*arrays: Any) -> None:
         nonlocal decisions
-        decisions = _decide(trace_step(*bind(*arrays)), device_counts)
+        traced, decisions = trace_step(*bind(*arrays))
+        if traced is not None and decisions is None:
+            decisions = _decide(traced, device_counts)
 
     if not is_transformed(jax.tree.leaves(arrays)):
         jax.eval_shape(trace, *arrays)
@@ -39,14 +41,8 @@ def explain_step(
     return decisions
 
 
-def _decide(
-    traced: TracedStep | str, device_counts: Sequence[int]
-) -> list[tuple[str, ...]] | str:
-    """Return what computes each param, or why no param has a kernel."""
-    if isinstance(traced, str):
-        return traced
-    if traced.obstacle is not None:
-        return traced.obstacle
+def _decide(traced: TracedStep, device_counts: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return what computes each param."""
     # The params are the last of the step's results.
     outputs = traced.program.outputs
     params = outputs[len(outputs) - len(device_counts) :]

@@ -152,8 +152,10 @@ class _StepFromHost:
         tails = {tuple(tail.outputs): tail for tail in self.traced.tails}
         in_tails = {value for outputs in tails for value in outputs}
         outputs = dict.fromkeys(values_in(self.traced.program.outputs))
-        made = [value for value in outputs if value.producer is not None]
-        together = [*tails, *((value,) for value in made if value not in in_tails)]
+        together = [
+            *tails,
+            *((x,) for x in outputs if x.producer and x not in in_tails),
+        ]
         arrays = [self._arrays_of(values) for values in together]
         jobs = []
         for group in groups_with_common(arrays):

@@ -74,16 +74,6 @@ class TracedStep:
         (call,) = self.traced.closed.jaxpr.eqns
         return call
 
-    @property
-    def obstacle(self) -> str | None:
-        """Why the call stays as it is on every platform, or None."""
-        # An equation without a result, such as printing, would be lost.
-        if any(map(is_seen, self.traced.closed.effects)):
-            return "the update has effects"
-        sizes = [n for x in self.traced.arrays for n in jax.typeof(x).shape]
-        is_known = {int}.issuperset(map(type, sizes))
-        return None if is_known else "sizes known later only"
-
     @cached_property
     def program(self) -> Program:
         """Its equations."""
@@ -141,8 +131,10 @@ class TracedStep:
 
 def trace_step(
     step: StepFn, inputs: Any, kept: Any, shardings: Sequence[NamedSharding | None] = ()
-) -> "TracedStep | str":
-    """Trace a step as one equation: a call of `jit`. Or say why it must run as written.
+) -> tuple[TracedStep | None, str | None]:
+    """Trace a step as one equation, a call of `jit`, and say why that has to stay.
+
+    There is none if the step has to run as written.
 
     The inputs of the call are the arrays that `jit` traces. Concrete arrays are its
     constants, so that a rule may look at them. JAX has all rules for a call of `jit`:
@@ -160,12 +152,17 @@ def trace_step(
     }
     for obstacle, is_found in obstacles.items():
         if is_found:
-            return obstacle
+            return None, obstacle
     _kernels.are_on()  # an unknown word is an error here, and would be a warning later
     traced = TracedCall.of(
         lambda both: step(*both), (inputs, kept), is_traced, jit_name=STEP
     )
-    return TracedStep(traced, kept, shardings)
+    # An equation without a result, such as printing, would be lost.
+    has_effects = any(map(is_seen, traced.closed.effects))
+    sizes = {type(n) for x in traced.arrays for n in jax.typeof(x).shape}
+    unknown = None if sizes <= {int} else "sizes known later only"
+    obstacle = "the update has effects" if has_effects else unknown
+    return TracedStep(traced, kept, shardings), obstacle
 
 
 def run_step(
@@ -185,15 +182,15 @@ def run_step(
             known, and then sharded leaves have no kernel.
         platforms: whose kernels and chunks may run the tails; all, if it has branches.
     """
-    traced = trace_step(step, inputs, kept, shardings)
-    if isinstance(traced, str):
-        return step(inputs, kept), traced
+    traced, obstacle = trace_step(step, inputs, kept, shardings)
+    if traced is None:
+        return step(inputs, kept), obstacle
     call, run = traced.traced, bind
-    if traced.obstacle is None:
+    if obstacle is None:
         rewrite = partial(_rewrite, traced, platforms)
         run = partial(call_by_platform, rewrite=rewrite)
     # Not `step` again, but the traced program: nested wrappers would double traces.
-    return call.unflatten(evaluate(call.closed, call.arrays, run)), traced.obstacle
+    return call.unflatten(evaluate(call.closed, call.arrays, run)), obstacle
 
 
 def update_leafwise(
