@@ -150,8 +150,8 @@ def _lower(
     except Exception as error:
         warn_once(
             "optax_mp: a low-bit step could not be lowered leaf by leaf. XLA compiles "
-            "it as it is written: it moves 1.5 to 8 times as many bytes. On TPUs and "
-            f"GPUs OPTAX_MP_KERNELS=0 turns this warning off. {explain(error)}"
+            "it as it is written: 1.5 to 8 times as many bytes move. On TPUs and GPUs "
+            f"OPTAX_MP_KERNELS=0 turns kernels and this warning off. {explain(error)}"
         )
     # One equation: the jaxpr of the call is lowered as it is, without another trace.
     run = functools.partial(_run, equation=equation)

@@ -67,6 +67,6 @@ def warn_of(error: Exception) -> str:
     warn_once(
         "optax_mp: no Pallas kernel could be made for a low-bit leaf. XLA compiles its "
         "step, with up to 4 times the memory traffic on a GPU. Try another version of "
-        f"JAX; OPTAX_MP_KERNELS=0 turns this warning off. {explain(error)}"
+        f"JAX; OPTAX_MP_KERNELS=0 turns kernels and this warning off. {explain(error)}"
     )
     return f"no kernel: {explain(error)}"

@@ -71,7 +71,7 @@ def _prove(kernel: Any, tail: ElementwiseTail, part: Part, target: Target) -> st
     warn_once(
         f"optax_mp: on a {target.kind} a kernel for low-bit state does not compute "
         f"what XLA does: {wrong}. XLA computes such leaves, with up to 4 times the "
-        "memory traffic on a GPU. Please report it; OPTAX_MP_KERNELS=0 turns this off."
+        "bytes moved on a GPU. Please report it; OPTAX_MP_KERNELS=0 turns kernels off."
     )
     return f"not what XLA computes on a {target.kind}"
 
