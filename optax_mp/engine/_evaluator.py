@@ -19,7 +19,6 @@ from jax import lax
 from optax_mp._dtypes import bits
 from optax_mp._jax._block_operations import NAME, SPREAD
 from optax_mp._jax._contact import result_like
-from optax_mp._jax._experimental import experimental
 from optax_mp._jax._jaxpr import Equation
 from optax_mp.engine._layout import Part
 from optax_mp.engine._program import Node, Value, read_inputs
@@ -120,11 +119,12 @@ class KernelEvaluator(Evaluator):
         """
 
     def call(
-        self, tail: ElementwiseTail, args: Sequence[Any], **settings: Any
+        self, pallas_call: Any, tail: ElementwiseTail, args: Any, **settings: Any
     ) -> list[Any]:
         """Return the outputs of a tail by a kernel, in the shapes of `view_of`.
 
         Args:
+            pallas_call: makes the kernel.
             tail: the tail.
             args: the values of what it reads.
             **settings: of `pallas_call`. Its inputs are the numbers, of the part's
@@ -152,7 +152,7 @@ class KernelEvaluator(Evaluator):
         bools = [value for value in arrays if value.aval.dtype == jnp.bool_]
         given |= {value: given[value].astype(jnp.int8) for value in bools}
         replaced = [(i, tail.reads[read]) for i, read in tail.replaced.items()]
-        return experimental("pallas").pallas_call(
+        return pallas_call(
             run,
             out_shape=[
                 result_like(x.aval, self.view_of(x.aval.shape)) for x in tail.outputs

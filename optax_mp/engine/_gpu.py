@@ -205,7 +205,7 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
     params, grid = triton.CompilerParams(num_warps=warps), (math.prod(first.counts),)
     # XLA cancels these transpositions with those that put the axis of blocks last.
     stored = [jnp.moveaxis(x, -1, part.axis) if jnp.ndim(x) else x for x in args]
-    made = first.call(tail, stored, grid=grid, compiler_params=params)
+    made = first.call(pl.pallas_call, tail, stored, grid=grid, compiler_params=params)
     shapes = [part.shape_of(value.aval.shape) for value in tail.outputs]
     return [
         jnp.moveaxis(x.reshape(part.in_memory(shape)), part.axis, -1)

@@ -47,10 +47,8 @@ Compared = tuple[np.ndarray, np.ndarray, np.ndarray]
 def proof_of(kernel: Any, tail: ElementwiseTail, part: Part, target: Target) -> str:
     """Return `PROVED` if a kernel is right for a tail, else why it is not used.
 
-    `NOT_PROVED` if no device of the target has been here.
+    `NOT_PROVED` if no device of the target is here.
     """
-    if not target.kind:
-        return NOT_PROVED
     form = _form_of(tail, part, target)
     if form not in _found and target.device is not None:
         _found[form] = _prove(kernel, tail, part, target)

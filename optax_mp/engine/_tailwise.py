@@ -293,7 +293,10 @@ class TailwiseStep:
         kernel = _kernels.find_kernel(tail, part, self.target)
         if not isinstance(kernel, str):
             try:
-                proof = proof_of(kernel, tail, part, self.target)
+                # Without devices of the target's kind, there is no proof.
+                proof = NOT_PROVED
+                if self.target.kind:
+                    proof = proof_of(kernel, tail, part, self.target)
                 if proof in (PROVED, NOT_PROVED):
                     made = self._run(tail, part, kernel.run_tail, args)
                 kernel = proof

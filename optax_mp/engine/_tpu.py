@@ -303,6 +303,7 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
     reads, outputs = ([x.aval.shape for x in xs] for xs in (tail.reads, tail.outputs))
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     made = first.call(
+        pl.pallas_call,
         tail,
         args,
         grid=first.grid,
