@@ -58,7 +58,7 @@ engine/_tpu.py | jnp.broadcast_to(scales[i : i + 1], shape) | jnp.broadcast_to(s
 engine/_tails.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py engine/test_take_step.py
 engine/_tails.py | if not (x.aval.ndim and | if not ( | engine/test_take_step.py
 engine/_tailwise.py | shardings, platforms=("tpu",)) | shardings) | engine/test_take_step.py
-engine/_proof.py | if is_wrong.any(): | if is_wrong.all(): | engine/test_proof.py
+engine/_proof.py | if not is_wrong.any(): | if not is_wrong.all(): | engine/test_proof.py
 engine/_gpu.py | at = at if axis == axes[0] else lax.rem(at, jnp.int32(part.shape[axis])) | at = at + axis | engine/test_proof.py engine/test_take_step.py
 engine/_kernels.py | ("TPU v2", "TPU v3") | ("TPU v2",) | engine/test_kernels.py
 engine/_from_host.py | lax.fori_loop(jnp.int32(0), self.rounds, body, starts) | lax.fori_loop(jnp.int32(0), jnp.int32(1), body, starts) | devices/test_offload.py devices/test_host_state.py

@@ -229,21 +229,24 @@ def compare_kernels(scale: Scale, form: str) -> record.Row:
     if device.platform == "cpu":
         pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     row: record.Row = {"kernels": 0}
-    found: list[_proof.Difference] = []
+    found: list[_proof.Compared] = []
     for tail in tails_of(form, (scale.side, scale.side)):
         part = _layout.Part.of(tail, (), {})
         if tail.obstacle or kernels.obstacle(tail, part):
             continue
         row["kernels"] += 1
         found += _proof.compare(kernels, tail, part, device)
-    for dtype in dict.fromkeys(x.dtype for x in found):
-        of_dtype = [x for x in found if x.dtype == dtype]
-        size, differing, far = (
-            sum(x) for x in zip(*(y[1:4] for y in of_dtype), strict=True)
+    for dtype in dict.fromkeys(want.dtype for want, *_ in found):
+        of_dtype = [x for x in found if x[0].dtype == dtype]
+        size = sum(want.size for want, *_ in of_dtype)
+        differing, far = (
+            sum((_proof.distance(x[0], x[i]) > least).sum() for x in of_dtype)
+            for i, least in ((1, 0), (2, _proof.NEAR))
         )
         row[f"{dtype} differing"] = f"{differing:,} of {size:,}"
         row[f"{dtype} far as used"] = f"{far:,} of {size:,}"
-    return row | {"first": next((x.first for x in found if x.first), "none")}
+    first = next(filter(None, map(_proof.first_difference, found)), "none")
+    return row | {"first": first}
 
 
 def tails_of(form: str, shape: tuple[int, ...]) -> list[Any]:
@@ -254,8 +257,8 @@ def tails_of(form: str, shape: tuple[int, ...]) -> list[Any]:
 
     def trace(*args: Any) -> None:
         step, inputs, kept, *_ = bind_step("", tx, *args, None, {})
-        traced = _tailwise.trace_step(step, inputs, kept)
-        assert not isinstance(traced, str), traced
+        traced, obstacle = _tailwise.trace_step(step, inputs, kept)
+        assert traced is not None, obstacle
         found.extend(traced.tails)
 
     jax.eval_shape(trace, grads, jax.eval_shape(tx.init, params), params)

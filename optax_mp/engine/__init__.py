@@ -32,13 +32,12 @@ Ways to run a tail:
 - `_evaluator`: for both, what evaluates elementwise equations on a part of a leaf, also
   in a kernel, where some operations do not exist.
 - `_in_turn`: on a CPU, one leaf after another.
-- `_from_host`, `_groups`: of a state in host memory, and of one that is made.
+- `_from_host`: of a state in host memory, and how that is made.
 - `_explain`: none, but say how.
 """
 
 from optax_mp.engine._explain import explain_step
-from optax_mp.engine._from_host import run_on_device, step_from_host
-from optax_mp.engine._groups import compute_in_groups
+from optax_mp.engine._from_host import compute_in_groups, run_on_device, step_from_host
 from optax_mp.engine._tailwise import run_step, update_leafwise
 
 __all__ = [

@@ -61,19 +61,13 @@ class Target:
         is_placed = context.jaxpr_eqn_ctx.compute_type is not None
         if others or platform not in _ALL or is_placed:
             return None
-        is_whole = hasattr(axes, "num_devices")
         exported = module.lowering_parameters.for_export
         device = _device_of(platform, module.backend)
-        return cls(platform, _device_count(context), not is_whole, exported, *device)
-
-
-def _device_count(context: Any) -> int:
-    """Return on how many devices an array may be where JAX lowers an equation."""
-    axes = context.module_context.axis_context
-    if hasattr(axes, "num_devices"):
-        return axes.num_devices
-    is_split = axes.manual_axes == frozenset(axes.mesh.axis_names)
-    return 1 if is_split else axes.mesh.size
+        if hasattr(axes, "num_devices"):
+            return cls(platform, axes.num_devices, False, exported, *device)
+        is_split = axes.manual_axes == frozenset(axes.mesh.axis_names)
+        count = 1 if is_split else axes.mesh.size
+        return cls(platform, count, True, exported, *device)
 
 
 def kind_here(platform: str) -> str:
@@ -155,10 +149,9 @@ def _lower(
             return _lower_function(function, target, context, inputs)
     except Exception as error:
         warn_once(
-            "optax_mp: a low-bit step could not be lowered leaf by leaf, and XLA "
-            "compiles it as it is written, which moves 1.5 to 8 times as many "
-            "bytes. The results are the same. On TPUs and GPUs OPTAX_MP_KERNELS=0 "
-            f"turns kernels off, and this warning. {explain(error)}"
+            "optax_mp: a low-bit step could not be lowered leaf by leaf. XLA compiles "
+            "it as it is written: 1.5 to 8 times as many bytes move. On TPUs and GPUs "
+            f"OPTAX_MP_KERNELS=0 turns kernels and this warning off. {explain(error)}"
         )
     # One equation: the jaxpr of the call is lowered as it is, without another trace.
     run = functools.partial(_run, equation=equation)
@@ -221,7 +214,12 @@ def _shardings_of(
     is_other = is_typed or target.is_within_shard_map or target.is_exported
     if target.device_count == 1 or is_other or target.platform not in PLATFORMS:
         return {}
-    return {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
+    shardings = {}
+    for i, value in enumerate(inputs):
+        sizes, spec = sharding_of(value) or ({}, ())
+        if sizes and (mesh := _mesh_with(sizes)) is not None:
+            shardings[i] = NamedSharding(mesh, PartitionSpec(*spec))
+    return shardings
 
 
 def _is_finished(operation: Any) -> bool:
@@ -231,15 +229,6 @@ def _is_finished(operation: Any) -> bool:
         return True
     last = list(blocks[-1].operations)[-1:]
     return bool(last) and last[0].operation.name == "func.return"
-
-
-def _sharding_of(value: Any) -> NamedSharding | None:
-    """Return how `jit` shards an argument of the program; None for any other value."""
-    if (found := sharding_of(value)) is None:
-        return None
-    sizes, spec = found
-    mesh = _mesh_with(sizes)
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def _mesh_with(sizes: Mapping[str, int]) -> AbstractMesh | None:

@@ -14,7 +14,7 @@ shard, so that devices do not exchange chunks.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,12 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import (
-    is_host_type,
-    is_on_host,
-    to_device,
-    to_host,
-)
+from optax_mp._jax._arrays import is_host_type, is_on_host, to_device, to_host
 from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._experimental import with_major_to_minor
 from optax_mp.engine._by_platform import Target, run_by_platform
@@ -77,13 +72,6 @@ class Chunk(Evaluator):
         """Return the views of arrays of the part; numbers as they are."""
         both = zip((value.aval.shape for value in values), arrays, strict=True)
         return [x.reshape(self.view_of(shape)) if shape else x for shape, x in both]
-
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield for chunks of one length: the first index, the length, how many."""
-        count, left_over = divmod(self.view[self.axis], self.length)
-        yield 0, self.length, count
-        if left_over:
-            yield count * self.length, left_over, 1
 
     def can_leave_host(self, x: jax.Array) -> bool:
         """Return whether XLA for TPUs can copy chunks of an array out of host memory.
@@ -193,16 +181,16 @@ def first_chunk(part: Part, most: int, device_count: int = 1) -> Chunk | None:
     *before, height, width = (1, 1, *part.shape)
     rows, step, axis = math.prod(before) * height, math.lcm(_ROWS, part.group_size), 0
     view: tuple[int, ...] = rows, width
+    if device_count > 1 and len(part.shape) != 2:
+        return None
     if len(part.shape) == 1:
         # Keep one axis: XLA would copy scales to see them in rows, which would be
         # short. A tile of such an array has 1024 elements, or scales of blocks of 32.
         # The starts of its chunks are int32.
-        if device_count > 1 or part.shape[0] > jnp.iinfo(jnp.int32).max:
+        if part.shape[0] > jnp.iinfo(jnp.int32).max:
             return None
         (rows,), width, view = part.shape, 1, part.shape
         step = max(_TILE * _ROWS, part.block_size)
-    elif len(part.shape) > 2 and device_count > 1:
-        return None
     elif len(part.shape) > 2 and (height % step or width % _LANES):
         rows, step = math.prod(before), 1
         view, width = (rows, height, width), height * width
@@ -211,10 +199,9 @@ def first_chunk(part: Part, most: int, device_count: int = 1) -> Chunk | None:
         # one group XLA would copy it.)
         view, axis = (device_count, rows // device_count, width), 1
     length = _good_length(most // (width * device_count), view[axis], step)
-    is_large = rows > device_count * length and rows % device_count == 0
-    if device_count > 1:
-        is_large &= rows // device_count % part.group_size == 0
-    return Chunk(part, view, axis, length) if is_large else None
+    is_even = device_count == 1 or rows % (device_count * part.group_size) == 0
+    is_large = rows > device_count * length
+    return Chunk(part, view, axis, length) if is_large and is_even else None
 
 
 def _good_length(most: int, whole: int, step: int) -> int:
@@ -276,10 +263,7 @@ def _padded(height: int, width: int) -> int:
 
 
 def run_tail(
-    tail: ElementwiseTail,
-    first: Chunk,
-    args: Sequence[jax.Array],
-    starts: Sequence[jax.Array] | None = None,
+    tail: ElementwiseTail, first: Chunk, args: Sequence[Any], starts: Sequence[Any] = ()
 ) -> list[jax.Array]:
     """Return the outputs of a tail.
 
@@ -292,42 +276,40 @@ def run_tail(
         starts: the arrays that the outputs overwrite. By default, those among `args`,
             and zeros.
     """
-    args, starts = ([first.readable(x) for x in xs or ()] for xs in (args, starts))
+    args, starts = ([first.readable(x) for x in xs] for xs in (args, starts))
     shapes = [first.part.shape_of(value.aval.shape) for value in tail.outputs]
     # The loop carries the results, and each iteration writes its chunk into them: XLA
     # keeps a carry in one buffer. Its first value is the array to be replaced. The loop
     # also reads that array from the carry, or XLA would keep a copy of it.
-    output_of = {read: at for at, read in tail.replaced.items()}
+    old = {at: args[read] for at, read in tail.replaced.items()}
     starts = starts or [
-        args[tail.replaced[at]]
-        if at in tail.replaced
-        else jnp.zeros(shape, value.aval.dtype)
-        for at, (value, shape) in enumerate(zip(tail.outputs, shapes, strict=True))
+        old[at] if at in old else jnp.zeros(shape, tail.outputs[at].aval.dtype)
+        for at, shape in enumerate(shapes)
     ]
-    views, made = first.views(tail.reads, args), first.views(tail.outputs, starts)
+    views = dict(zip(tail.reads, first.views(tail.reads, args), strict=True))
+    made = first.views(tail.outputs, starts)
+    arrays = [value for value in tail.reads if value.aval.ndim]
     is_from_host = any(map(is_on_host, (*args, *starts)))
 
     def run_chunk(start: int, length: int, k: Any, made: list[Any]) -> list[Any]:
         chunk = replace(first, first=k * length + start, length=length)
-        local: dict[Value, Any] = dict(zip(tail.reads, views, strict=True))
-        arrays = {
-            i: chunk.read(made[output_of[i]] if i in output_of else views[i])
-            for i, value in enumerate(tail.reads)
-            if value.aval.ndim
-        }
+        local = views | {tail.reads[i]: made[at] for at, i in tail.replaced.items()}
         # Each array is read once, before any is written: XLA would copy a whole array
         # that several fusions read, in each iteration. The barrier also makes XLA for
         # CPUs compile the equations as it does without chunks, to the same bits.
         # (Scalars stay outside: XLA turns a division by a scalar into a product.)
-        for i, array in lax.optimization_barrier(arrays).items():
-            local[tail.reads[i]] = array.astype(tail.reads[i].aval.dtype)
+        read = lax.optimization_barrier([chunk.read(local[x]) for x in arrays])
+        for value, array in zip(arrays, read, strict=True):
+            local[value] = array.astype(value.aval.dtype)
         chunk.run_all(tail, local)
         results = [local[value] for value in tail.outputs]
         if is_from_host:  # or XLA would compute in host memory
             results = lax.optimization_barrier(results)
         return [chunk.write(x, new) for x, new in zip(made, results, strict=True)]
 
-    for start, length, count in first.runs():
+    count, left_over = divmod(first.view[first.axis], first.length)
+    runs = (0, first.length, count), (count * first.length, left_over, 1)
+    for start, length, count in runs if left_over else runs[:1]:
         run = partial(run_chunk, start, length)
         made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run, made)
     made = [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]

@@ -8,9 +8,9 @@ it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from optax_mp._jax._jaxpr import Equation
 from optax_mp.engine._layout import Part
 from optax_mp.engine._program import Node, Value, read_inputs
 from optax_mp.engine._tails import ElementwiseTail
+
+Refs = dict[Value, Any]
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,76 @@ DTYPES = frozenset(
 
 
 class KernelEvaluator(Evaluator):
-    """Evaluates equations on what a kernel computes at once."""
+    """Evaluates equations on what a kernel computes at once.
+
+    Attributes:
+        packs: whether all numbers are given in two arrays, of int32 and float32, and
+            not each in its own array.
+    """
+
+    packs: ClassVar[bool] = False
+
+    @abstractmethod
+    def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that the kernel gets the part of an array as."""
+
+    @abstractmethod
+    def run_piece(
+        self, tail: ElementwiseTail, values: Refs, inputs: Refs, outputs: Refs
+    ) -> None:
+        """Compute what one program of the grid does.
+
+        Args:
+            tail: the tail.
+            values: the numbers that it reads.
+            inputs: references to the arrays that it reads.
+            outputs: references to its outputs.
+        """
+
+    def call(
+        self, pallas_call: Any, tail: ElementwiseTail, args: Any, **settings: Any
+    ) -> list[Any]:
+        """Return the outputs of a tail by a kernel, in the shapes of `view_of`.
+
+        Args:
+            pallas_call: makes the kernel.
+            tail: the tail.
+            args: the values of what it reads.
+            **settings: of `pallas_call`. Its inputs are the numbers, of the part's
+                `origin` and those that the tail reads, and then the arrays.
+        """
+        given = dict(zip(tail.reads, map(jnp.asarray, args), strict=True))
+        arrays = [value for value in given if value.aval.ndim]
+        singles = [value for value in given if not value.aval.ndim]
+        rank = len(self.part.shape)
+        numbers = [*self.part.origin, *(given[value] for value in singles)]
+        packed, places = _in_arrays(list(map(_in_32_bits, numbers)), packs=self.packs)
+
+        def run(*refs: Any) -> None:
+            read = [refs[which][i] for which, i in places]
+            inputs = dict(zip(arrays, refs[len(packed) :], strict=False))
+            outputs = dict(zip(tail.outputs, refs[-len(tail.outputs) :], strict=True))
+            values = {
+                value: to_register_dtype(x, value.aval.dtype)
+                for value, x in zip(singles, read[rank:], strict=True)
+            }
+            here = replace(self.part, origin=tuple(read[:rank]))
+            replace(self, part=here).run_piece(tail, values, inputs, outputs)
+
+        # Kernels know no booleans in memory. No output can overwrite a copy.
+        bools = [value for value in arrays if value.aval.dtype == jnp.bool_]
+        given |= {value: given[value].astype(jnp.int8) for value in bools}
+        replaced = [(i, tail.reads[read]) for i, read in tail.replaced.items()]
+        return pallas_call(
+            run,
+            out_shape=[
+                result_like(x.aval, self.view_of(x.aval.shape)) for x in tail.outputs
+            ],
+            input_output_aliases={
+                len(packed) + arrays.index(x): i for i, x in replaced if x not in bools
+            },
+            **settings,
+        )(*packed, *(given[x].reshape(self.view_of(x.aval.shape)) for x in arrays))
 
     def full(self, value: Any, aval: Any) -> jax.Array:
         """Return this part of an array of equal numbers, as it is held."""
@@ -151,71 +222,6 @@ def to_register_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(register_dtype(dtype))
 
 
-# Takes the part that it computes, numbers, and references to arrays: what a tail reads,
-# and its outputs.
-Kernel = Callable[[Part, dict[Value, Any], dict[Value, Any], dict[Value, Any]], None]
-
-
-def call_kernel(
-    kernel: Kernel,
-    pallas_call: Callable[..., Any],
-    view_of: Callable[[tuple[int, ...]], tuple[int, ...]],
-    tail: ElementwiseTail,
-    part: Part,
-    args: Sequence[Any],
-    *,
-    packs: bool = False,
-) -> list[Any]:
-    """Return the outputs of a tail by a kernel, in the shapes that it has them in.
-
-    Args:
-        kernel: computes the outputs.
-        pallas_call: `pallas_call`, with all arguments but those on outputs. Its inputs
-            are the numbers, of `part.origin` and those that the tail reads, and then
-            the arrays that it reads.
-        view_of: returns the shape that the kernel gets an array as, from its shape on
-            all devices.
-        tail: the tail.
-        part: of its arrays.
-        args: the values of what it reads.
-        packs: whether all numbers are in two arrays, of int32 and float32, and not each
-            in its own array.
-    """
-    given = dict(zip(tail.reads, map(jnp.asarray, args), strict=True))
-    arrays = [value for value in given if value.aval.ndim]
-    singles = [value for value in given if not value.aval.ndim]
-    numbers = [_in_32_bits(x) for x in (*part.origin, *map(given.get, singles))]
-    packed, places = _in_arrays(numbers, packs=packs)
-    rank = len(part.shape)
-
-    def run(*refs: Any) -> None:
-        read = [refs[which][i] for which, i in places]
-        inputs, outputs = refs[len(packed) :][: len(arrays)], refs[-len(tail.outputs) :]
-        values = {
-            value: to_register_dtype(x, value.aval.dtype)
-            for value, x in zip(singles, read[rank:], strict=True)
-        }
-        kernel(
-            replace(part, origin=tuple(read[:rank])),
-            values,
-            dict(zip(arrays, inputs, strict=True)),
-            dict(zip(tail.outputs, outputs, strict=True)),
-        )
-
-    # Kernels know no booleans in memory. No output can overwrite a copy.
-    bools = [value for value in arrays if value.aval.dtype == jnp.bool_]
-    given |= {value: given[value].astype(jnp.int8) for value in bools}
-    avals = [value.aval for value in tail.outputs]
-    replaced = [(i, tail.reads[read]) for i, read in tail.replaced.items()]
-    return pallas_call(
-        run,
-        out_shape=[result_like(aval, view_of(aval.shape)) for aval in avals],
-        input_output_aliases={
-            len(packed) + arrays.index(x): i for i, x in replaced if x not in bools
-        },
-    )(*packed, *(given[x].reshape(view_of(x.aval.shape)) for x in arrays))
-
-
 def _in_arrays(
     numbers: Sequence[jax.Array], *, packs: bool
 ) -> tuple[list[jax.Array], list[tuple[int, int]]]:
@@ -257,15 +263,14 @@ def _convert(x: jax.Array, old: Any, new: Any) -> jax.Array:
     held = register_dtype(new)
     if new == jnp.bool_:
         return x != 0
-    if jnp.uint32 in (old, new) and jnp.issubdtype(old, jnp.floating) != (
-        jnp.issubdtype(new, jnp.floating)
-    ):
+    from_float, to_float = (jnp.issubdtype(x, jnp.floating) for x in (old, new))
+    if jnp.uint32 in (old, new) and from_float != to_float:
         raise NotImplementedError(f"a kernel does not convert {old} to {new}")
     if old == jnp.bool_:
         x = jnp.where(x, jnp.int32(1), jnp.int32(0))
-    if jnp.issubdtype(new, jnp.floating):
+    if to_float:
         return _wrap_or_round(new, x.astype(jnp.float32))
-    if jnp.issubdtype(old, jnp.floating):
+    if from_float:
         if new.itemsize < 4:
             bounds = jnp.iinfo(new)
             x = jnp.clip(x, float(bounds.min), float(bounds.max))

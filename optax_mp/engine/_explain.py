@@ -16,9 +16,7 @@ from optax_mp.engine._tailwise import (
 
 
 def explain_step(
-    bind: Callable[..., tuple[Any, ...]],
-    arrays: tuple[Any, ...],
-    device_counts: Sequence[int],
+    bind: Callable[..., Any], arrays: tuple[Any, ...], device_counts: Sequence[int]
 ) -> list[tuple[str, ...]]:
     """Return for each param what computes its step on a TPU, and on a GPU.
 
@@ -32,7 +30,9 @@ def explain_step(
 
     def trace(*arrays: Any) -> None:
         nonlocal decisions
-        decisions = _decide(trace_step(*bind(*arrays)), device_counts)
+        traced, decisions = trace_step(*bind(*arrays))
+        if traced is not None and decisions is None:
+            decisions = _decide(traced, device_counts)
 
     if not is_transformed(jax.tree.leaves(arrays)):
         jax.eval_shape(trace, *arrays)
@@ -41,14 +41,8 @@ def explain_step(
     return decisions
 
 
-def _decide(
-    traced: TracedStep | str, device_counts: Sequence[int]
-) -> list[tuple[str, ...]] | str:
-    """Return what computes each param, or why no param has a kernel."""
-    if isinstance(traced, str):
-        return traced
-    if traced.obstacle is not None:
-        return traced.obstacle
+def _decide(traced: TracedStep, device_counts: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return what computes each param."""
     # The params are the last of the step's results.
     outputs = traced.program.outputs
     params = outputs[len(outputs) - len(device_counts) :]
@@ -61,13 +55,10 @@ def _decide(
 
 def _decisions_on(traced: TracedStep, target: Target) -> dict[Any, str]:
     """Return for each output of a tail whether a kernel computes it, or why not."""
-    step, failed = TailwiseStep(traced, target), None
+    step = TailwiseStep(traced, target)
     try:
         step.run([traced.values[x] for x in traced.call_values[0]], {}, {})
     except Exception as error:  # as while it is lowered, it runs as written then
-        failed = explain(error)
-    return {
-        output: failed or step.decisions[tail.outputs[0]]
-        for tail in traced.tails
-        for output in tail.outputs
-    }
+        outputs = [output for tail in traced.tails for output in tail.outputs]
+        return dict.fromkeys(outputs, explain(error))
+    return step.decisions

@@ -1,4 +1,4 @@
-"""Take a step whose state is in host memory, with little of it on the device at a time.
+"""Steps of a state in host memory, and its making, with little of it on the device.
 
 The step is traced as if all of the state were on the device, then one leaf at a time.
 A job computes the outputs of one leaf, or of several leaves that read the same arrays.
@@ -8,9 +8,12 @@ loop, `_chunks` runs elementwise equations; all others take whole arrays.
 
 Values that several jobs need, such as the norm of all updates, are computed before:
 leaf after leaf is copied to the device and reduced to a number. The jobs copy it again.
+
+A state is made a few of its arrays at a time, in one program for each.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +42,7 @@ from optax_mp.engine._program import (
     read_output,
     reads_of,
     run_nodes,
+    structural_key,
     values_in,
 )
 from optax_mp.engine._tails import ElementwiseTail, overwritten_by
@@ -70,11 +74,7 @@ def run_on_device(
 
 
 def step_from_host(
-    step: StepFn,
-    inputs: Any,
-    kept: Any,
-    plan: Plan,
-    proceed: Choice = True,
+    step: StepFn, inputs: Any, kept: Any, plan: Plan, proceed: Choice = True
 ) -> tuple[Any, Any] | None:
     """Return `step(inputs, kept)`; None if it cannot be taken in parts.
 
@@ -91,9 +91,8 @@ def step_from_host(
     traced = TracedCall.of(lambda both: step(*both), (inputs, kept))
     if traced.closed.effects:
         warn(
-            "optax_mp: the update has effects, such as printing, that would be lost in "
-            "parts of a step: all of its state is copied to the device at once. Leave "
-            "them out, or expect as much memory as without `offload`."
+            "optax_mp: the update has effects, such as printing, that parts of a step "
+            "would lose, so all of its state is on the device at once: leave them out."
         )
         return None
     traced_step = TracedStep(traced, kept, plan.shardings)
@@ -127,7 +126,12 @@ class _StepFromHost:
     def __init__(self, traced: TracedStep, plan: Plan, rounds: Any) -> None:
         self.traced, self.plan, self.rounds = traced, plan, rounds
         self.values: dict[Any, Any] = dict(traced.values)
-        self.sources = _sources(traced.program)
+        # For each value the arrays in host memory that it depends on, if any.
+        hosted = [value for value in traced.program.inputs if is_host_type(value.aval)]
+        self.sources = {value: frozenset([value]) for value in hosted}
+        for node in traced.program.nodes:
+            if found := [self.sources[x] for x in node.reads if x in self.sources]:
+                self.sources |= dict.fromkeys(node.outputs, frozenset().union(*found))
 
     def run(self) -> list[Any]:
         """Return the outputs of the program."""
@@ -137,10 +141,9 @@ class _StepFromHost:
         of_jobs = {value for job in jobs for value in job.outputs}
         others = [value for value in values_in(outputs) if value not in of_jobs]
         self._compute(others + [x for job in jobs for x in reads_of(job.nodes)])
-        results = dict(self.values)
         for job in jobs:
-            results.update(zip(job.outputs, self._run(job), strict=True))
-        return [read_output(results, value) for value in outputs]
+            self.values.update(zip(job.outputs, self._run(job), strict=True))
+        return [read_output(self.values, value) for value in outputs]
 
     def _find_jobs(self) -> list[_Job]:
         # A job for each tail, and for each output that is in none. Jobs that share an
@@ -149,8 +152,10 @@ class _StepFromHost:
         tails = {tuple(tail.outputs): tail for tail in self.traced.tails}
         in_tails = {value for outputs in tails for value in outputs}
         outputs = dict.fromkeys(values_in(self.traced.program.outputs))
-        made = [value for value in outputs if value.producer is not None]
-        together = [*tails, *((value,) for value in made if value not in in_tails)]
+        together = [
+            *tails,
+            *((x,) for x in outputs if x.producer and x not in in_tails),
+        ]
         arrays = [self._arrays_of(values) for values in together]
         jobs = []
         for group in groups_with_common(arrays):
@@ -167,22 +172,15 @@ class _StepFromHost:
         return hosted.union(_hosted(self._slice(outputs)))
 
     def _job_of(
-        self,
-        outputs: Sequence[Value],
-        arrays: set[Value],
-        tail: ElementwiseTail | None,
+        self, outputs: Sequence[Value], arrays: set[Value], tail: ElementwiseTail | None
     ) -> _Job:
         """Return the job for some outputs, of a tail or of several."""
-        nodes = self._slice(outputs, arrays)
-        if (
-            tail is None
-            or tail.unsplittable_because
-            or tail.axis != len(tail.shape) - 1
-        ):
-            return _Job(outputs, nodes)
+        nodes, tail_nodes = self._slice(outputs, arrays), tail.nodes if tail else ()
         # A norm of the arrays, or a product, needs them whole.
-        before = set(nodes).difference(tail.nodes)
-        if any(node.outputs[0] in self.sources for node in before):
+        before = set(nodes).difference(tail_nodes)
+        needs_whole = any(node.outputs[0] in self.sources for node in before)
+        is_last = tail is not None and tail.axis == len(tail.shape) - 1
+        if tail is None or tail.unsplittable_because or needs_whole or not is_last:
             return _Job(outputs, nodes)
         return _Job(outputs, tail.nodes, tail)
 
@@ -264,7 +262,7 @@ class _StepFromHost:
             first = first_chunk(part, most) or Chunk.whole(part)
             return run_tail(tail, first, arrays[: len(args)], arrays[len(args) :])
 
-        return whole.run(tail, run_part, [*args, *starts])
+        return whole.run(run_part, [*args, *starts])
 
 
 def _start(aval: Any, old: jax.Array | None) -> jax.Array:
@@ -280,17 +278,42 @@ def _start(aval: Any, old: jax.Array | None) -> jax.Array:
     return to_host(start) if is_host_type(aval) else start
 
 
-def _sources(program: Program) -> dict[Value, frozenset[Value]]:
-    """Return for each value the arrays in host memory that it depends on, if any."""
-    hosted = [value for value in program.inputs if is_host_type(value.aval)]
-    sources = {value: frozenset([value]) for value in hosted}
-    for node in program.nodes:
-        found = [sources[x] for x in node.reads if x in sources]
-        if found:
-            sources.update(dict.fromkeys(node.outputs, frozenset().union(*found)))
-    return sources
-
-
 def _hosted(nodes: Iterable[Node]) -> list[Value]:
     """Return the arrays in host memory that some equations read."""
     return [value for value in reads_of(nodes) if is_host_type(value.aval)]
+
+
+def compute_in_groups(
+    traced: TracedCall, groups: Iterable[Sequence[int]], place: Callable[[Any], Any]
+) -> Any:
+    """Return what a traced function returned, computed group by group.
+
+    Args:
+        traced: the function.
+        groups: the indices of its outputs, each in one group.
+        place: moves the list of a group's arrays to where they belong, in its program.
+    """
+    program = Program.of(traced.closed)
+    known = program.constants | dict(zip(program.inputs, traced.arrays, strict=True))
+    values: dict[int, Any] = {}
+    compiled: dict[Hashable, Any] = {}  # equal computations are compiled once
+
+    def run(nodes: Any, reads: Any, outputs: Any, args: Any) -> list[Any]:
+        local = dict(zip(reads, args, strict=True))
+        run_nodes(nodes, local)
+        return place([read_output(local, value) for value in outputs])
+
+    for group in groups:
+        outputs = [program.outputs[i] for i in group]
+        nodes = backward_slice(outputs)
+        given = [value for value in values_in(outputs) if value.producer is None]
+        reads = list(dict.fromkeys([*reads_of(nodes), *given]))
+        if not any(value in program.inputs for value in reads):
+            reads += program.inputs  # so that results are on the devices of the params
+        key = structural_key(nodes, reads, outputs)
+        if key not in compiled:
+            own = partial(run, nodes, reads, outputs)
+            compiled[key] = jax.jit(own, keep_unused=True)
+        made = compiled[key]([known[value] for value in reads])
+        values.update(zip(group, made, strict=True))
+    return traced.unflatten([values[i] for i in range(len(values))])

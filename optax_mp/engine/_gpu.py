@@ -1,6 +1,5 @@
 """Run the elementwise tail of a step in one Pallas kernel on a GPU."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from optax_mp._jax._experimental import experimental
 from optax_mp.engine._evaluator import (
     DTYPES,
     KernelEvaluator,
-    call_kernel,
+    Refs,
     dtype_obstacle,
     to_register_dtype,
 )
@@ -75,7 +74,7 @@ class PieceEvaluator(KernelEvaluator):
         return cls(part, view, is_turned, height, (rows, runs, columns))
 
     @property
-    def grid(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, int, int]:
         """Return how many pieces there are along each axis."""
         layers, height, runs, _ = self.view
         return layers, -(-height // self.height), -(-runs // self.shape[1])
@@ -151,6 +150,26 @@ class PieceEvaluator(KernelEvaluator):
         along = 2 if (axis == -1) != self.is_turned else 0
         return jnp.max(values, axis=along, keepdims=True)
 
+    def run_piece(
+        self, tail: ElementwiseTail, values: Refs, inputs: Refs, outputs: Refs
+    ) -> None:
+        """Compute what one program of the grid does: see `KernelEvaluator`."""
+        # One axis of the grid: the others of a GPU have 65,535 places.
+        (_, down, across), number = map(jnp.int32, self.counts), pl.program_id(0)
+        i = lax.div(number, across)
+        at = lax.div(i, down), lax.rem(i, down), lax.rem(number, across)
+        piece = replace(self, at=at)
+        for value, ref in inputs.items():
+            places, inside = piece.places(value.aval.shape)
+            other = None if inside is None else 0
+            read = triton.load(ref.at[places], mask=inside, other=other)
+            values[value] = to_register_dtype(read, value.aval.dtype)
+        piece.run_all(tail, values)
+        for value, ref in outputs.items():
+            places, inside = piece.places(value.aval.shape)
+            new = values[value].astype(value.aval.dtype)
+            triton.store(ref.at[places], new, mask=inside)
+
 
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
@@ -182,38 +201,11 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
             `rows / group_size` rows, in any of `DTYPES`; scalars.
     """
     first = PieceEvaluator.first_of(part)
-    _, down, across = first.grid
-
-    def kernel(here: Part, values: Any, inputs: Any, outputs: Any) -> None:
-        # One axis of the grid: the others of a GPU have 65,535 places.
-        number = pl.program_id(0)
-        i = lax.div(number, jnp.int32(across))
-        at = (
-            lax.div(i, jnp.int32(down)),
-            lax.rem(i, jnp.int32(down)),
-            lax.rem(number, jnp.int32(across)),
-        )
-        piece = replace(first, part=here, at=at)
-        for value, ref in inputs.items():
-            places, inside = piece.places(value.aval.shape)
-            other = None if inside is None else 0
-            read = triton.load(ref.at[places], mask=inside, other=other)
-            values[value] = to_register_dtype(read, value.aval.dtype)
-        piece.run_all(tail, values)
-        for value, ref in outputs.items():
-            places, inside = piece.places(value.aval.shape)
-            new = values[value].astype(value.aval.dtype)
-            triton.store(ref.at[places], new, mask=inside)
-
     warps = min(max(1, math.prod(first.shape) // _PER_WARP), _WARPS)
-    pallas_call = functools.partial(
-        pl.pallas_call,
-        grid=(math.prod(first.grid),),
-        compiler_params=triton.CompilerParams(num_warps=warps),
-    )
+    params, grid = triton.CompilerParams(num_warps=warps), (math.prod(first.counts),)
     # XLA cancels these transpositions with those that put the axis of blocks last.
     stored = [jnp.moveaxis(x, -1, part.axis) if jnp.ndim(x) else x for x in args]
-    made = call_kernel(kernel, pallas_call, first.view_of, tail, part, stored)
+    made = first.call(pl.pallas_call, tail, stored, grid=grid, compiler_params=params)
     shapes = [part.shape_of(value.aval.shape) for value in tail.outputs]
     return [
         jnp.moveaxis(x.reshape(part.in_memory(shape)), part.axis, -1)

@@ -7,7 +7,7 @@ each leaf waits for the one before, it gets the memory of that.
 
 import functools
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,12 @@ from optax_mp._jax._experimental import bind_outlined, is_outlined, outlined_her
 from optax_mp._jax._jaxpr import Equation, Location, bind, is_shaped
 from optax_mp.engine._by_platform import Target
 from optax_mp.engine._program import (
-    Node,
     Program,
     Value,
     backward_slice,
     read_inputs,
     read_output,
+    reads_of,
     values_in,
 )
 from optax_mp.engine._tails import split_tails
@@ -53,9 +53,13 @@ def run_in_turn(
         codes = [x for x in tail.outputs if _is_large(x, jnp.integer)]
         if codes:
             # With what only this tail needs, such as a product before it.
-            _run(_missing(tail.outputs, values), values, done)
-            done = _when_computed([values[x] for x in codes])
-    _run(_missing(values_in(program.outputs), values), values, None)
+            _compute(tail.outputs, values, done)
+            # A leaf is done when its codes are. XLA may add its updates to the params
+            # later.
+            with outlined_here():
+                found = [false_once_done(values[x]) for x in codes]
+            done = functools.reduce(lax.bitwise_or, found)
+    _compute(values_in(program.outputs), values, None)
     return [read_output(values, value) for value in program.outputs]
 
 
@@ -66,22 +70,15 @@ def _may_hold_leaves(equation: Equation, inputs: Sequence[Any]) -> bool:
     return name == STEP or (name == "jit" and several and not is_outlined(equation))
 
 
-def _missing(targets: Sequence[Value], values: Mapping[Value, Any]) -> list[Node]:
-    """Return the equations for the targets that were not computed yet."""
+def _compute(targets: Sequence[Value], values: dict[Value, Any], done: Any) -> None:
+    """Add targets that are not in `values` yet, computed once `done` is."""
     missing = [x for x in targets if x not in values]
-    return backward_slice(missing, values.__contains__)
-
-
-def _run(nodes: Sequence[Node], values: dict[Value, Any], done: Any) -> None:
-    """Evaluate equations once `done` is computed; add their outputs to `values`."""
+    nodes = backward_slice(missing, values.__contains__)
     # Not what is outlined: the array that it waits with would be written for it.
     outlined = {node for node in nodes if is_outlined(node.equation)}
-    read = dict.fromkeys(
-        x for node in nodes if node not in outlined for x in node.reads
-    )
     late = {
         x: wait_for(done, values[x])
-        for x in read
+        for x in reads_of([node for node in nodes if node not in outlined])
         if done is not None and x in values and _is_large(x, jnp.floating)
     }
     waiting = ChainMap(late, values)
@@ -93,13 +90,6 @@ def _run(nodes: Sequence[Node], values: dict[Value, Any], done: Any) -> None:
             with location.of(node.equation):
                 made = run(node.equation, read_inputs(given, node))
             values.update(zip(node.outputs, made, strict=True))
-
-
-def _when_computed(codes: Sequence[jax.Array]) -> jax.Array:
-    # A leaf is done when its codes are. XLA may add its updates to the params later.
-    with outlined_here():
-        found = list(map(false_once_done, codes))
-    return functools.reduce(lax.bitwise_or, found)
 
 
 def _is_large(value: Value, kind: Any) -> bool:

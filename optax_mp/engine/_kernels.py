@@ -65,9 +65,8 @@ def kernels_for(target: Target) -> Any:
 def warn_of(error: Exception) -> str:
     """Say what an error costs, and return the obstacle that it is."""
     warn_once(
-        "optax_mp: no Pallas kernel could be made for a low-bit leaf, and XLA compiles "
-        "its step, with more operations on a TPU and up to 4 times the memory traffic "
-        "on a GPU. Another version of JAX may do better; OPTAX_MP_KERNELS=0 turns "
-        f"kernels off, and this warning. {explain(error)}"
+        "optax_mp: no Pallas kernel could be made for a low-bit leaf. XLA compiles its "
+        "step, with up to 4 times the memory traffic on a GPU. Try another version of "
+        f"JAX; OPTAX_MP_KERNELS=0 turns kernels and this warning off. {explain(error)}"
     )
     return f"no kernel: {explain(error)}"

@@ -40,10 +40,7 @@ class Part:
 
     @classmethod
     def of(
-        cls,
-        tail: ElementwiseTail,
-        args: Sequence[Any],
-        shardings: Shardings,
+        cls, tail: ElementwiseTail, args: Sequence[Any], shardings: Shardings
     ) -> "Part":
         """Return the part of a tail's arrays that each device has.
 
@@ -95,12 +92,9 @@ class Part:
         return shape_in_blocks(self.shape, *self.block_of(shape)) if shape else ()
 
     def run(
-        self,
-        tail: ElementwiseTail,
-        run_part: Callable[["Part", Sequence[Any]], Sequence[Any]],
-        args: Sequence[Any],
+        self, run_part: Callable[["Part", Any], Sequence[Any]], args: Sequence[Any]
     ) -> list[Any]:
-        """Return the outputs of a tail, computed on each device for its own part."""
+        """Return the arrays that a function returns, on each device for its part."""
 
         def run_moved(part: Part, args: Sequence[Any]) -> list[Any]:
             moved = [jnp.moveaxis(x, self.axis, -1) if jnp.ndim(x) else x for x in args]
@@ -114,24 +108,20 @@ class Part:
 
         # Random numbers are a hash of the place in the whole array: a shard must know
         # where it begins.
-        def run_shard(*args: Any) -> tuple[Any, ...]:
+        def run_shard(*args: Any) -> list[Any]:
             origin = tuple(
                 jax.lax.axis_index(name) * size if name else jnp.int32(0)
                 for name, size in zip(names, self.shape, strict=True)
             )
-            return tuple(run_moved(replace(self, origin=origin), args))
+            return run_moved(replace(self, origin=origin), args)
 
-        def spec_of(x: Any) -> PartitionSpec:
-            return spec if jnp.ndim(x) else PartitionSpec()
-
-        run_sharded = jax.shard_map(
+        return jax.shard_map(
             run_shard,
             mesh=self.sharding.mesh,
-            in_specs=tuple(map(spec_of, args)),
-            out_specs=tuple(spec_of(value.aval) for value in tail.outputs),
+            in_specs=tuple(spec if jnp.ndim(x) else PartitionSpec() for x in args),
+            out_specs=spec,
             check_vma=False,
-        )
-        return list(run_sharded(*args))
+        )(*args)
 
 
 def _put_last(entries: Sequence[Any], axis: int) -> tuple[Any, ...]:

@@ -1,13 +1,6 @@
 """A jaxpr as one list of equations, with calls of `jit` and branches opened."""
 
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import filterfalse
 from operator import attrgetter
@@ -24,9 +17,7 @@ from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
     Literal,
-    Run,
     any_equation,
-    bind,
     jaxprs_within,
     open_jaxpr,
     run_equations,
@@ -119,18 +110,15 @@ class Program:
     def open(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """Add the equations of a jaxpr that reads `inputs`; return its outputs."""
         jaxpr, consts = open_jaxpr(jaxpr)
-        values: dict[Any, Any] = {}
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            values[var] = Value(var.aval)
-            self.constants[values[var]] = const
+        values: dict[Any, Any] = {var: Value(var.aval) for var in jaxpr.constvars}
+        self.constants.update(zip(values.values(), consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
         # Calls are opened, because the tails of leaves reach through them: an optimizer
         # consists of many calls, and each function of `jax.numpy` is one.
         for equation in jaxpr.eqns:
             name = equation.primitive.name
             args = [x if isinstance(x, Literal) else values[x] for x in equation.invars]
-            is_closed = name not in _OPENED or not self.opens(equation, args)
-            if is_closed:
+            if name not in _OPENED or not self.opens(equation, args):
                 made = self.add(equation, args)
             elif name == "cond":
                 made = self._open_branches(equation, args)
@@ -146,7 +134,18 @@ class Program:
         if isinstance(which, Literal):
             return self.open(branches[which.val], operands)
         results = [self.open(x, operands) for x in branches]
-        return [self._choose(which, cases) for cases in zip(*results, strict=True)]
+        # Both branches may return the same input, such as an unchanged state.
+        return [
+            cases[0]
+            if all(case is cases[0] for case in cases)
+            else self.trace(lax.select_n, which, *cases)
+            for cases in zip(*results, strict=True)
+        ]
+
+    def trace(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Add the equations of a function of values or literals; return its output."""
+        avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
+        return self.open(jax.make_jaxpr(function)(*avals), inputs)[0]
 
     def add(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Value]:
         """Add an equation on values or literals; return its outputs."""
@@ -155,16 +154,6 @@ class Program:
         node.outputs = [Value(var.aval, node) for var in equation.outvars]
         self.nodes.append(node)
         return node.outputs
-
-    def _choose(self, which: Any, cases: Sequence[Any]) -> Any:
-        """Return one of several values."""
-        # Both branches may return the same input, such as an unchanged state.
-        if all(case is cases[0] for case in cases):
-            return cases[0]
-        avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in cases]
-        index = jax.ShapeDtypeStruct((), which.aval.dtype)
-        (equation,) = jax.make_jaxpr(lax.select_n)(index, *avals).eqns
-        return self.add(equation, [which, *cases])[0]
 
 
 def backward_slice(
@@ -193,11 +182,9 @@ def reads_of(nodes: Iterable[Node]) -> list[Value]:
     return [value for value in read if value not in made]
 
 
-def run_nodes(
-    nodes: Iterable[Node], values: MutableMapping[Any, Any], run: Run = bind
-) -> None:
+def run_nodes(nodes: Iterable[Node], values: dict[Any, Any]) -> None:
     """Evaluate some equations, in order; add their outputs to `values`."""
-    run_equations([(x.equation, x.inputs, x.outputs) for x in nodes], values, run)
+    run_equations([(x.equation, x.inputs, x.outputs) for x in nodes], values)
 
 
 def read_inputs(values: Mapping[Value, Any], node: Node) -> list[Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,29 +35,13 @@ _TINY = float(np.finfo(np.float32).tiny)
 _SPECIAL = (0.0, -0.0, _TINY, -_TINY, _TINY / 8, 1e-30, 3e38, np.inf, -np.inf, np.nan)
 # Of the kernel as it is used, one element in a hundred may be farther from XLA's than
 # so many numbers.
-_NEAR, _SHARE = 16, 0.01
+NEAR, _SHARE = 16, 0.01
 
 PROVED, NOT_PROVED = "kernel", "kernel, not proved here"
 # The result for a kind of device and a form, in words.
 _found: dict[Hashable, str] = {}
-
-
-class Difference(NamedTuple):
-    """How an output of a kernel differs from XLA's.
-
-    Attributes:
-        dtype: of the output.
-        size: how many elements it has.
-        differing: how many of these differ.
-        far: how many differ by more than last places, as the kernel is used.
-        first: the first that differs, in words; empty if the kernel is right.
-    """
-
-    dtype: str
-    size: int
-    differing: int
-    far: int
-    first: str
+# What XLA computes, what a kernel does exactly, and what it does as it is used.
+Compared = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def proof_of(kernel: Any, tail: ElementwiseTail, part: Part, target: Target) -> str:
@@ -67,37 +51,33 @@ def proof_of(kernel: Any, tail: ElementwiseTail, part: Part, target: Target) -> 
     """
     form = _form_of(tail, part, target)
     if form not in _found and target.device is not None:
-        wrong = _prove(kernel, tail, part, target)
-        wrong = wrong and f"not what XLA computes on a {target.kind}"
-        _found[form] = wrong or PROVED
+        _found[form] = _prove(kernel, tail, part, target)
     return _found.get(form, NOT_PROVED)
 
 
-def _prove(
-    kernel: Any, tail: ElementwiseTail, part: Part, target: Target
-) -> str | None:
-    """Return the first difference, and warn of it; None if there is none."""
+def _prove(kernel: Any, tail: ElementwiseTail, part: Part, target: Target) -> str:
+    """Return `PROVED`; else warn of the first difference, and say why not."""
     try:
         # In a thread, because another program is being lowered in this one.
         with ThreadPoolExecutor(1) as thread:
             found = thread.submit(compare, kernel, tail, part, target.device).result()
-        wrong = next((x.first for x in found if x.first), None)
+        wrong = next(filter(None, map(first_difference, found)), None)
     except Exception as error:
         wrong = explain(error)
-    if wrong is not None:
-        warn_once(
-            f"optax_mp: on a {target.kind} a kernel for low-bit state does not compute "
-            f"what XLA does: {wrong}. XLA computes such leaves in this process, with "
-            "more operations on a TPU and up to 4 times the memory traffic on a GPU. "
-            "Please report it. OPTAX_MP_KERNELS=0 turns kernels off, and this warning."
-        )
-    return wrong
+    if wrong is None:
+        return PROVED
+    warn_once(
+        f"optax_mp: on a {target.kind} a kernel for low-bit state does not compute "
+        f"what XLA does: {wrong}. XLA computes such leaves, with up to 4 times the "
+        "bytes moved on a GPU. Please report it; OPTAX_MP_KERNELS=0 turns kernels off."
+    )
+    return f"not what XLA computes on a {target.kind}"
 
 
 def compare(
     kernel: Any, tail: ElementwiseTail, part: Part, device: Any
-) -> list[Difference]:
-    """Return for each output of a tail how a kernel's differs from XLA's."""
+) -> list[Compared]:
+    """Return each output of two steps of a tail, as XLA and a kernel compute it."""
     part, exact = _small(part), _exact(tail)
     # XLA is to round to 16 bits where the program says so, as kernels do.
     written = {"xla_allow_excess_precision": False}
@@ -108,7 +88,7 @@ def compare(
     with jax.default_device(device):
         want = _two_steps(exact, part, run_by_xla, written)
         got, used = (_two_steps(x, part, kernel.run_tail) for x in (exact, tail))
-    return list(map(_difference, want, got, used))
+    return list(zip(want, got, used, strict=True))
 
 
 def _small(part: Part) -> Part:
@@ -129,9 +109,7 @@ def _exact(tail: ElementwiseTail) -> ElementwiseTail:
     fixed: dict[Any, Any] = {}
 
     def fix(x: Any, shape: tuple[int, ...]) -> Any:
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (x, zero)]
-        jaxpr = jax.make_jaxpr(partial(_through_bits, shape))(*avals)
-        return program.open(jaxpr, [x, zero])[0]
+        return program.trace(partial(_through_bits, shape), x, zero)
 
     for node in tail.nodes:
         (old,), name = node.outputs, node.equation.primitive.name
@@ -192,20 +170,19 @@ def _numbers(value: Value, part: Part, random: np.random.Generator) -> np.ndarra
         return numbers.astype(dtype)
 
 
-def _difference(want: np.ndarray, got: np.ndarray, used: np.ndarray) -> Difference:
-    is_other = _distance(want, got) > 0
-    is_far = _distance(want, used) > _NEAR
-    first, is_wrong = "", is_other
-    if not is_other.any() and is_far.mean() > _SHARE:
+def first_difference(found: Compared) -> str | None:
+    """Return the first difference of an output, in words; None if it is right."""
+    want, got, used = found
+    is_wrong, is_far = distance(want, got) > 0, distance(want, used) > NEAR
+    if not is_wrong.any() and is_far.mean() > _SHARE:
         got, is_wrong = used, is_far
-    if is_wrong.any():
-        at = tuple(map(int, np.argwhere(is_wrong)[0]))
-        first = f"expected {want.dtype} {want[at]} at {at}, got {got[at]}"
-    counts = int(is_other.sum()), int(is_far.sum())
-    return Difference(str(want.dtype), want.size, *counts, first)
+    if not is_wrong.any():
+        return None
+    at = tuple(map(int, np.argwhere(is_wrong)[0]))
+    return f"expected {want.dtype} {want[at]} at {at}, got {got[at]}"
 
 
-def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return how many numbers of their dtype lie between the numbers of two arrays."""
     bits = [x.view(f"i{a.dtype.itemsize}").astype(np.int64) for x in (a, b)]
     if not jnp.issubdtype(a.dtype, jnp.floating):

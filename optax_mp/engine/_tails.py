@@ -99,8 +99,7 @@ def split_tails(
         x for x, node in made if not (x.aval.ndim and _is_elementwise(node.equation))
     }
     stops.update(program.inputs, program.constants)
-    outputs = dict.fromkeys(values_in(program.outputs))
-    outputs = [value for value in outputs if value not in stops]
+    outputs = [x for x in dict.fromkeys(values_in(program.outputs)) if x not in stops]
     read_arrays = {node for node in program.nodes for x in node.reads if x.aval.ndim}
     touched = []
     for value in outputs:
@@ -123,7 +122,6 @@ def _tail_of(
     equations = [node.equation for node in nodes]
     blocks = [x.params["blocks"] for x in equations if x.primitive.name == NAME]
     reads = reads_of(nodes)
-    index_of = {value: i for i, value in enumerate(reads)}
     old = [overwritten_by(value, replaced) for value in outputs]
     # The first operation is on scales. Shifts are along another axis.
     axis = blocks[0].axis if blocks else len(shape) - 1
@@ -132,7 +130,7 @@ def _tail_of(
         nodes=nodes,
         reads=reads,
         outputs=outputs,
-        replaced={i: index_of[x] for i, x in enumerate(old) if x in index_of},
+        replaced={i: reads.index(x) for i, x in enumerate(old) if x in reads},
         shape=shape,
         block_size=max((x.size for x in blocks if x.axis == axis), default=1),
         axis=axis,

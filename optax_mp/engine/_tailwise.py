@@ -26,12 +26,7 @@ from optax_mp._jax._jaxpr import Equation, TracedCall, bind, evaluate
 from optax_mp._take_step import StepFn
 from optax_mp._warnings import warn_once
 from optax_mp.engine import _chunks, _kernels
-from optax_mp.engine._by_platform import (
-    PLATFORMS,
-    Function,
-    Target,
-    call_by_platform,
-)
+from optax_mp.engine._by_platform import PLATFORMS, Function, Target, call_by_platform
 from optax_mp.engine._in_turn import run_in_turn
 from optax_mp.engine._layout import Part, Shardings
 from optax_mp.engine._program import (
@@ -78,16 +73,6 @@ class TracedStep:
         """The call of `jit`."""
         (call,) = self.traced.closed.jaxpr.eqns
         return call
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why the call stays as it is on every platform, or None."""
-        # An equation without a result, such as printing, would be lost.
-        if any(map(is_seen, self.traced.closed.effects)):
-            return "the update has effects"
-        sizes = [n for x in self.traced.arrays for n in jax.typeof(x).shape]
-        is_known = {int}.issuperset(map(type, sizes))
-        return None if is_known else "sizes known later only"
 
     @cached_property
     def program(self) -> Program:
@@ -145,12 +130,11 @@ class TracedStep:
 
 
 def trace_step(
-    step: StepFn,
-    inputs: Any,
-    kept: Any,
-    shardings: Sequence[NamedSharding | None] = (),
-) -> "TracedStep | str":
-    """Trace a step as one equation: a call of `jit`. Or say why it must run as written.
+    step: StepFn, inputs: Any, kept: Any, shardings: Sequence[NamedSharding | None] = ()
+) -> tuple[TracedStep | None, str | None]:
+    """Trace a step as one equation, a call of `jit`, and say why that has to stay.
+
+    There is none if the step has to run as written.
 
     The inputs of the call are the arrays that `jit` traces. Concrete arrays are its
     constants, so that a rule may look at them. JAX has all rules for a call of `jit`:
@@ -158,21 +142,27 @@ def trace_step(
     again. For the arguments see `run_step`.
     """
     leaves = jax.tree.leaves((inputs, kept))
-    if not may_hold_codes(kept):
-        return NO_LOW_BITS
-    if not any(map(is_traced, leaves)) or not compiles():
-        return "not within `jit`"
-    if is_transformed(leaves):
-        return TRANSFORMED
-    if any(map(is_on_host, leaves)):
-        return "state in host memory"
-    if getattr(jax.config, "jax_check_tracer_leaks", False):
-        return "JAX looks for leaked tracers"
+    finds_leaks = getattr(jax.config, "jax_check_tracer_leaks", False)
+    obstacles = {
+        NO_LOW_BITS: not may_hold_codes(kept),
+        "not within `jit`": not any(map(is_traced, leaves)) or not compiles(),
+        TRANSFORMED: is_transformed(leaves),
+        "state in host memory": any(map(is_on_host, leaves)),
+        "JAX looks for leaked tracers": finds_leaks,
+    }
+    for obstacle, is_found in obstacles.items():
+        if is_found:
+            return None, obstacle
     _kernels.are_on()  # an unknown word is an error here, and would be a warning later
     traced = TracedCall.of(
         lambda both: step(*both), (inputs, kept), is_traced, jit_name=STEP
     )
-    return TracedStep(traced, kept, shardings)
+    # An equation without a result, such as printing, would be lost.
+    has_effects = any(map(is_seen, traced.closed.effects))
+    sizes = {type(n) for x in traced.arrays for n in jax.typeof(x).shape}
+    unknown = None if sizes <= {int} else "sizes known later only"
+    obstacle = "the update has effects" if has_effects else unknown
+    return TracedStep(traced, kept, shardings), obstacle
 
 
 def run_step(
@@ -192,15 +182,15 @@ def run_step(
             known, and then sharded leaves have no kernel.
         platforms: whose kernels and chunks may run the tails; all, if it has branches.
     """
-    traced = trace_step(step, inputs, kept, shardings)
-    if isinstance(traced, str):
-        return step(inputs, kept), traced
+    traced, obstacle = trace_step(step, inputs, kept, shardings)
+    if traced is None:
+        return step(inputs, kept), obstacle
     call, run = traced.traced, bind
-    if traced.obstacle is None:
+    if obstacle is None:
         rewrite = partial(_rewrite, traced, platforms)
         run = partial(call_by_platform, rewrite=rewrite)
     # Not `step` again, but the traced program: nested wrappers would double traces.
-    return call.unflatten(evaluate(call.closed, call.arrays, run)), traced.obstacle
+    return call.unflatten(evaluate(call.closed, call.arrays, run)), obstacle
 
 
 def update_leafwise(
@@ -252,8 +242,8 @@ class TailwiseStep:
         traced: the step.
         target: what it is lowered for.
         shared: what runs the tails that are alike, by their form.
-        decisions: for the first output of each tail that was run, what `proof_of` its
-            kernel says, or why it has none.
+        decisions: for the outputs of each tail that was run, what `proof_of` its kernel
+            says, or why it has none.
     """
 
     traced: TracedStep
@@ -281,29 +271,19 @@ class TailwiseStep:
         # Kernels and chunks widen what they have read.
         as_stored = values | {reads[i]: x for i, x in widened_from.items()}
         known = traced.shardings or {reads[i]: x for i, x in shardings.items()}
-        results = dict(values)
         for tail in tails:
             args = [as_stored[value] for value in tail.reads]
-            made = self._run_tail(tail, args, known)
+            # A kernel sees one device. If the layout of sharded arrays is known, each
+            # device runs it on its own part, inside of a `shard_map` made here.
+            part = Part.of(tail, args, known)
+            made = self._by_kernel(tail, part, args)
+            made = made or self._by_chunks(tail, part, args)
             if made is None:
-                local = dict(values)
-                run_nodes(tail.nodes, local)
-                made = [local[value] for value in tail.outputs]
-            results.update(zip(tail.outputs, made, strict=True))
-        return [read_output(results, value) for value in outputs]
-
-    def _run_tail(
-        self, tail: ElementwiseTail, args: Sequence[Any], known: Shardings
-    ) -> list[Any] | None:
-        """Return the outputs of a tail; None if it is to run as written."""
-        # A kernel sees one device. If the layout of sharded arrays is known, each
-        # device runs it on its own part, inside of a `shard_map` made here.
-        part = Part.of(tail, args, known)
-        made = self._by_kernel(tail, part, args)
-        made = made or self._by_chunks(tail, part, args)
-        if made is None:
-            self._warn_of_layout(tail)
-        return made
+                self._warn_of_layout(tail)
+                run_nodes(tail.nodes, values)
+            else:
+                values.update(zip(tail.outputs, made, strict=True))
+        return [read_output(values, value) for value in outputs]
 
     def _by_kernel(
         self, tail: ElementwiseTail, part: Part, args: Sequence[Any]
@@ -322,17 +302,16 @@ class TailwiseStep:
                 kernel = proof
             except Exception as error:
                 kernel = _kernels.warn_of(error)
-        self.decisions[tail.outputs[0]] = kernel
+        self.decisions.update(dict.fromkeys(tail.outputs, kernel))
         return made
 
     def _warn_of_layout(self, tail: ElementwiseTail) -> None:
         is_unknown = self.decisions[tail.outputs[0]] == _kernels.UNKNOWN_LAYOUT
         if is_unknown and not self.traced.shardings:
             warn_once(
-                "optax_mp: the sharding of low-bit arrays is not known, as in a loop "
-                "or `jit` within `jit`. The step runs without kernels, and moves at "
-                "least 1.4 times as many bytes on a TPU, 2.2 times on a GPU. Use a "
-                "mesh with explicit axes, or pass "
+                "optax_mp: the sharding of low-bit arrays is not known, as in a loop, "
+                "so a step without kernels moves at least 1.4 times as many bytes on a "
+                "TPU, 2.2 times on a GPU. Use a mesh with explicit axes, or pass "
                 "`param_shardings=jax.tree.map(lambda p: p.sharding, params)` to "
                 "`optax_mp.take_step`, in place of `tx.update`."
             )
@@ -341,16 +320,14 @@ class TailwiseStep:
         self, tail: ElementwiseTail, part: Part, args: Sequence[Any]
     ) -> list[Any] | None:
         """Return the same in chunks, or None where chunks do not pay."""
-        is_known = part.sharding is not None
-        if tail.obstacle is not None or self.target.platform != "tpu":
+        is_known, target = part.sharding is not None, self.target
+        if tail.obstacle or target.platform != "tpu" or target.is_within_shard_map:
             return None
         # Types that say how arrays are sharded would be wrong for chunks.
-        is_typed = any(mesh_in_type(x).explicit_axes for x in args)
-        if self.target.is_within_shard_map or (is_typed and not is_known):
+        if not is_known and any(mesh_in_type(x).explicit_axes for x in args):
             return None
-        count = 1 if is_known else self.target.device_count
-        first = _chunks.first_chunk(part, _chunks.COUNT, count)
-        if first is None:
+        count = 1 if is_known else target.device_count
+        if (first := _chunks.first_chunk(part, _chunks.COUNT, count)) is None:
             return None
 
         def run_tail(tail: ElementwiseTail, part: Part, args: Any) -> list[Any]:
@@ -359,19 +336,13 @@ class TailwiseStep:
         return self._run(tail, part, run_tail, args)
 
     def _run(
-        self,
-        tail: ElementwiseTail,
-        part: Part,
-        run_tail: Callable[..., list[Any]],
-        args: Any,
+        self, tail: ElementwiseTail, part: Part, run_tail: Callable[..., Any], args: Any
     ) -> list[Any]:
         """Return the outputs of a tail by `run_tail`, on each device for its part."""
-        rank = len(part.shape)
 
         @jax.jit
-        def run(*args: Any) -> list[Any]:
-            here = replace(part, origin=args[:rank])
-            return list(run_tail(tail, here, args[rank:]))
+        def run(origin: Any, args: Any) -> list[Any]:
+            return run_tail(tail, replace(part, origin=origin), args)
 
         # Leaves of one shape have tails of one form: one function is lowered for all.
         # The place of a shard is an argument of it, as it differs among devices.
@@ -380,8 +351,8 @@ class TailwiseStep:
         shared = self.shared.get(form, run)
 
         def run_part(part: Part, args: Any) -> list[Any]:
-            return shared(*map(jnp.int32, part.origin), *args)
+            return shared(tuple(map(jnp.int32, part.origin)), args)
 
-        made = part.run(tail, run_part, args)
+        made = part.run(run_part, args)
         self.shared[form] = shared
         return made

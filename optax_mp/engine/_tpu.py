@@ -1,10 +1,9 @@
 """Run the elementwise tail of a step in one Pallas kernel on a TPU."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,11 @@ from optax_mp._jax._experimental import experimental
 from optax_mp.engine._evaluator import (
     DTYPES,
     KernelEvaluator,
-    call_kernel,
+    Refs,
     dtype_obstacle,
     to_register_dtype,
 )
 from optax_mp.engine._layout import Part
-from optax_mp.engine._program import Value
 from optax_mp.engine._tails import ElementwiseTail
 
 pl, pltpu = experimental("pallas"), experimental("pallas.tpu")
@@ -42,25 +40,102 @@ pl, pltpu = experimental("pallas"), experimental("pallas.tpu")
 # 128 / block size lanes of the scales.
 
 LANES = 128
+_ROWS, _ROW_BITS = 32, 5  # Mosaic's tiles of 8-bit numbers are 32 x 128.
+_SUBLANES, _SHORT = 8, 16  # rows of a register, and of a short group
+_PACKED = 4  # rows of 8-bit numbers, in one of 32-bit numbers
+_CHUNK = 512
 
 
 @dataclass(frozen=True)
 class TileEvaluator(KernelEvaluator):
     """A chunk of a tile: of its elements some columns, of its 128 scales a row all.
 
+    Each program of the grid has a tile of a part: some rows, and as many columns as
+    have 128 scales, or all. Mosaic copies the tiles of the next program while one
+    computes. Inside, a loop takes the columns by chunks, so that intermediate values
+    fit into registers.
+
     Attributes:
-        rows: of the chunk.
-        columns: of the chunk, a multiple of 128.
         block_size: how many columns share a scale.
-        origin: the indices of the tile's first element in the part.
-        first: the chunk's first column in the tile.
+        rows: of a tile.
+        columns: of a tile.
+        shared: how many tiles along the columns share a tile of scales.
+        chunk: how many columns a chunk has, a multiple of 128.
+        origin: the indices in the part of the first element of those tiles.
+        first: the chunk's first column, counted from there.
     """
 
+    packs: ClassVar[bool] = True  # a number by itself takes 1 KB of a small memory
+    block_size: int
     rows: int
     columns: int
-    block_size: int
-    origin: tuple[Any, ...]
-    first: Any
+    shared: int
+    chunk: int
+    origin: tuple[Any, ...] = ()
+    first: Any = 0
+
+    @classmethod
+    def first_of(cls, part: Part) -> "TileEvaluator":
+        """Return the first chunk of a part."""
+        height, width = part.shape[-2:]
+        block_size = part.block_size if part.block_size > 1 else 32
+        # Of short groups as many as make a tile of shifts.
+        is_short = 1 < part.group_size <= _SHORT
+        rows = part.group_size * _ROWS if is_short else math.lcm(_ROWS, part.group_size)
+        rows = min(rows, height)
+        # As many columns as 128 scales are for, since those fill a register's lanes.
+        # Tiles of more rows have fewer, and several of them share a tile of scales.
+        columns = block_size * LANES >> max(0, (rows - 1).bit_length() - _ROW_BITS)
+        columns = min(max(columns, LANES), width)
+        shared = max(1, block_size * LANES // columns)
+        chunk = math.gcd(columns, _CHUNK if rows <= _ROWS else LANES)
+        return cls(part, block_size, rows, columns, shared, chunk)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Return how many tiles there are along each axis."""
+        *leading, height, width = self.part.shape
+        return *leading, pl.cdiv(height, self.rows), pl.cdiv(width, self.columns)
+
+    def is_scales(self, shape: tuple[int, ...]) -> bool:
+        """Return whether an array of a shape is of scales."""
+        return self.part.block_of(shape)[1] > 1
+
+    def has_single_rows(self, shape: tuple[int, ...]) -> bool:
+        """Return whether an array is of shifts whose rows are tiles by themselves.
+
+        A few of many rows are no tile.
+        """
+        is_tile = self.shape_of(shape)[0] % _ROWS == 0
+        is_tile |= self.rows == self.part.shape[-2]
+        return self.part.block_of(shape)[0] > 1 and not is_tile
+
+    def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that the kernel gets the part of an array as."""
+        own = self.part.shape_of(shape)
+        return (*own[:-1], 1, own[-1]) if self.has_single_rows(shape) else own
+
+    def spec(self, shape: tuple[int, ...]) -> Any:
+        """Return the tile of an array that a program has."""
+        tile = *[None] * (len(self.part.shape) - 2), self.shape_of(shape)[0]
+        if self.is_scales(shape):
+            return pl.BlockSpec(
+                (*tile, LANES),
+                lambda *at: (*at[:-1], lax.div(at[-1], jnp.int32(self.shared))),
+            )
+        if self.has_single_rows(shape):
+            tile = *tile, 1
+            return pl.BlockSpec(
+                (*tile, self.columns), lambda *at: (*at[:-1], 0, at[-1])
+            )
+        return pl.BlockSpec((*tile, self.columns), lambda *at: at)
+
+    def places(self, shape: tuple[int, ...], first: Any) -> list[tuple[Any, ...]]:
+        """Return where a chunk's elements or shifts are in their tile."""
+        columns = pl.ds(first, self.chunk)
+        if not self.has_single_rows(shape):
+            return [(slice(None), columns)]
+        return [(i, slice(None), columns) for i in range(self.shape_of(shape)[0])]
 
     @property
     def _shift(self) -> int:
@@ -70,17 +145,17 @@ class TileEvaluator(KernelEvaluator):
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
         rows, columns = self.part.block_of(shape)
-        return pl.cdiv(self.rows, rows), self.columns if columns == 1 else LANES
+        return pl.cdiv(self.rows, rows), self.chunk if columns == 1 else LANES
 
     def is_of_chunk(self) -> jax.Array:
         """Return which scales of the tile belong to this chunk."""
         at = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
         first = self.first >> self._shift
-        return (at >= first) & (at < first + self.columns // self.block_size)
+        return (at >= first) & (at < first + self.chunk // self.block_size)
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices in the whole array along an axis of the part."""
-        shape, from_last = (self.rows, self.columns), len(self.part.shape) - 1 - axis
+        shape, from_last = (self.rows, self.chunk), len(self.part.shape) - 1 - axis
         start = self.origin[axis] + self.part.origin[axis]
         if from_last > 1:
             return jnp.full(shape, start, jnp.int32)
@@ -96,11 +171,11 @@ class TileEvaluator(KernelEvaluator):
         if axis == -2:
             size, groups = self.part.group_size, []
             for i, first in enumerate(range(0, self.rows, size)):
-                shape = min(size, self.rows - first), self.columns
+                shape = min(size, self.rows - first), self.chunk
                 groups.append(jnp.broadcast_to(scales[i : i + 1], shape))
             return jnp.concatenate(groups)
         # The other way round: lane i of the elements takes lane i / block size.
-        at = lax.broadcasted_iota(jnp.int32, (self.rows, self.columns), 1)
+        at = lax.broadcasted_iota(jnp.int32, (self.rows, self.chunk), 1)
         return _take_lanes(scales, (at + self.first) >> self._shift)
 
     def largest(self, values: jax.Array, axis: int) -> jax.Array:
@@ -113,7 +188,7 @@ class TileEvaluator(KernelEvaluator):
             return self._largest_of_columns(values)
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
         result = jnp.zeros((self.rows, LANES), jnp.int32)
-        for start in range(0, self.columns, LANES):
+        for start in range(0, self.chunk, LANES):
             part = values[:, start : start + LANES]
             shift = self.block_size // 2
             while shift:
@@ -135,6 +210,47 @@ class TileEvaluator(KernelEvaluator):
         groups = (values[i : i + size] for i in range(0, self.rows, size))
         return jnp.concatenate([jnp.max(x, axis=0, keepdims=True) for x in groups])
 
+    def run_piece(
+        self, tail: ElementwiseTail, values: Refs, inputs: Refs, outputs: Refs
+    ) -> None:
+        """Compute a tile: see `KernelEvaluator`."""
+        ids = [pl.program_id(axis) for axis in range(len(self.part.shape))]
+        # Columns are counted from where the tile of scales begins.
+        place = ids[-1] & (self.shared - 1)
+        start = (*ids[:-2], ids[-2] * self.rows, (ids[-1] - place) * self.columns)
+        tile = replace(self, origin=start, first=place * self.columns)
+        for value, ref in inputs.items():
+            if self.is_scales(value.aval.shape):
+                values[value] = to_register_dtype(ref[...], value.aval.dtype)
+        of_scales = [x for x in outputs if self.is_scales(x.aval.shape)]
+
+        def run_chunk(k: Any, scales: Sequence[Any]) -> list[Any]:
+            first = pl.multiple_of(k * self.chunk, self.chunk)
+            chunk, local = replace(tile, first=tile.first + first), dict(values)
+            for value, ref in inputs.items():
+                if value not in values:
+                    read = [ref[at] for at in self.places(value.aval.shape, first)]
+                    read = jnp.concatenate(read)
+                    local[value] = to_register_dtype(read, value.aval.dtype)
+            chunk.run_all(tail, local)
+            # Elements are stored at once. The scales of a chunk fill only a part of a
+            # register's lanes. So the loop carries all scales of the tile, each chunk
+            # sets its own, and they are stored at the end.
+            for value, ref in outputs.items():
+                if value not in of_scales:
+                    result = local[value].astype(ref.dtype)
+                    places = self.places(value.aval.shape, first)
+                    for i, at in enumerate(places):
+                        ref[at] = result if len(places) == 1 else result[i : i + 1]
+            both = zip(of_scales, scales, strict=True)
+            return [jnp.where(chunk.is_of_chunk(), local[x], old) for x, old in both]
+
+        # Keep scales set by earlier tiles.
+        made = [outputs[value][...].astype(jnp.float32) for value in of_scales]
+        made = lax.fori_loop(0, self.columns // self.chunk, run_chunk, made)
+        for value, result in zip(of_scales, made, strict=True):
+            outputs[value][...] = result.astype(value.aval.dtype)
+
 
 def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
     """Return what is in the lanes of `x`, [rows, 128], at `index`, [rows, columns]."""
@@ -146,13 +262,7 @@ def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
         )
         for first in range(0, index.shape[1], width)
     ]
-    return groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=1)
-
-
-_ROWS, _ROW_BITS = 32, 5  # Mosaic's tiles of 8-bit numbers are 32 x 128.
-_SUBLANES, _SHORT = 8, 16  # rows of a register, and of a short group
-_PACKED = 4  # rows of 8-bit numbers, in one of 32-bit numbers
-_CHUNK = 512
+    return jnp.concatenate(groups, axis=1)
 
 
 def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
@@ -179,112 +289,6 @@ def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """How the arrays of a part are split: each program of the grid has a tile.
-
-    That is some rows, and as many columns as have 128 scales, or all. Mosaic copies the
-    tiles of the next program while one computes. Inside, a loop takes the columns by
-    chunks, so that intermediate values fit into registers.
-
-    Attributes:
-        part: the part.
-        block_size: how many columns share a scale.
-        rows: of a tile.
-        columns: of a tile.
-        shared: how many tiles along the columns share a tile of scales.
-        chunk: how many columns are computed at once.
-    """
-
-    part: Part
-    block_size: int
-    rows: int
-    columns: int
-    shared: int
-    chunk: int
-
-    @classmethod
-    def of(cls, part: Part) -> "_Tiles":
-        """Return the tiles of a part."""
-        height, width = part.shape[-2:]
-        block_size = part.block_size if part.block_size > 1 else 32
-        # Of short groups as many as make a tile of shifts.
-        is_short = 1 < part.group_size <= _SHORT
-        rows = part.group_size * _ROWS if is_short else math.lcm(_ROWS, part.group_size)
-        rows = min(rows, height)
-        # As many columns as 128 scales are for, since those fill a register's lanes.
-        # Tiles of more rows have fewer, and several of them share a tile of scales.
-        columns = block_size * LANES >> max(0, (rows - 1).bit_length() - _ROW_BITS)
-        columns = min(max(columns, LANES), width)
-        shared = max(1, block_size * LANES // columns)
-        chunk = math.gcd(columns, _CHUNK if rows <= _ROWS else LANES)
-        return cls(part, block_size, rows, columns, shared, chunk)
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Return how many tiles there are along each axis."""
-        *leading, height, width = self.part.shape
-        return *leading, pl.cdiv(height, self.rows), pl.cdiv(width, self.columns)
-
-    def has_shifts(self, shape: tuple[int, ...]) -> bool:
-        """Return whether an array of a shape is of shifts."""
-        return self.part.block_of(shape)[0] > 1
-
-    def is_scales(self, value: Value) -> bool:
-        """Return whether a value is an array of scales."""
-        return self.part.block_of(value.aval.shape)[1] > 1
-
-    @property
-    def group_count(self) -> int:
-        """Return how many rows of shifts belong to a tile."""
-        return pl.cdiv(self.rows, self.part.group_size)
-
-    def has_single_shifts(self, shape: tuple[int, ...]) -> bool:
-        """Return whether an array is of shifts whose rows are tiles by themselves.
-
-        A few of many rows are no tile.
-        """
-        is_tile = self.group_count % _ROWS == 0 or self.rows == self.part.shape[-2]
-        return self.has_shifts(shape) and not is_tile
-
-    def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that the kernel gets the part of an array as."""
-        own = self.part.shape_of(shape)
-        return (*own[:-1], 1, own[-1]) if self.has_single_shifts(shape) else own
-
-    def spec(self, value: Value) -> Any:
-        """Return the tile of an array that a program has."""
-        leading = [None] * (len(self.part.shape) - 2)
-        if self.has_single_shifts(value.aval.shape):
-            tile = (*leading, self.group_count, 1, self.columns)
-            return pl.BlockSpec(tile, lambda *at: (*at[:-1], 0, at[-1]))
-        if self.has_shifts(value.aval.shape):
-            tile = (*leading, self.group_count, self.columns)
-            return pl.BlockSpec(tile, lambda *at: at)
-        if not self.is_scales(value):
-            return pl.BlockSpec((*leading, self.rows, self.columns), lambda *at: at)
-        return pl.BlockSpec(
-            (*leading, self.rows, LANES),
-            lambda *at: (*at[:-1], lax.div(at[-1], jnp.int32(self.shared))),
-        )
-
-    def places(self, value: Value, first: Any) -> list[tuple[Any, ...]]:
-        """Return where a chunk's elements or shifts are in their tile."""
-        columns = pl.ds(first, self.chunk)
-        if not self.has_single_shifts(value.aval.shape):
-            return [(slice(None), columns)]
-        return [(i, slice(None), columns) for i in range(self.group_count)]
-
-    def first_chunk(self, here: Part) -> TileEvaluator:
-        """Return the first chunk of this program's tile."""
-        ids = [pl.program_id(axis) for axis in range(len(self.part.shape))]
-        # Columns are counted from where the tile of scales begins.
-        place = ids[-1] & (self.shared - 1)
-        start = (*ids[:-2], ids[-2] * self.rows, (ids[-1] - place) * self.columns)
-        size = self.rows, self.chunk, self.block_size
-        return TileEvaluator(here, *size, start, place * self.columns)
-
-
 def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any]:
     """Return the outputs of a tail.
 
@@ -295,69 +299,19 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
             scales the same with `columns / block_size` columns, for shifts with
             `rows / group_size` rows, in any of `DTYPES` but float16; scalars.
     """
-    tiles = _Tiles.of(part)
-
-    def kernel(here: Part, values: Any, inputs: Any, outputs: Any) -> None:
-        _run_tile(tail, tiles, here, values, inputs, outputs)
-
+    first = TileEvaluator.first_of(part)
+    reads, outputs = ([x.aval.shape for x in xs] for xs in (tail.reads, tail.outputs))
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
-    arrays = [value for value in tail.reads if value.aval.ndim]
-    pallas_call = functools.partial(
+    made = first.call(
         pl.pallas_call,
-        grid=tiles.grid,
-        in_specs=[in_scalar_memory] * 2 + [*map(tiles.spec, arrays)],
-        out_specs=[*map(tiles.spec, tail.outputs)],
+        tail,
+        args,
+        grid=first.grid,
+        in_specs=[in_scalar_memory] * 2 + [first.spec(x) for x in reads if x],
+        out_specs=list(map(first.spec, outputs)),
     )
-    # Alone, each number would take a kilobyte of a small memory.
-    made = call_kernel(kernel, pallas_call, tiles.view_of, tail, part, args, packs=True)
-    both = zip(made, tail.outputs, strict=True)
-    return [x.reshape(part.shape_of(value.aval.shape)) for x, value in both]
-
-
-def _run_tile(
-    tail: ElementwiseTail,
-    tiles: _Tiles,
-    here: Part,
-    values: dict[Value, Any],
-    inputs: dict[Value, Any],
-    outputs: dict[Value, Any],
-) -> None:
-    """Compute a tile. For the arguments see `Kernel`."""
-    first_chunk = tiles.first_chunk(here)
-    for value, ref in inputs.items():
-        if tiles.is_scales(value):
-            values[value] = to_register_dtype(ref[...], value.aval.dtype)
-
-    def run_chunk(k: Any, scales: Sequence[Any]) -> list[Any]:
-        first = pl.multiple_of(k * tiles.chunk, tiles.chunk)
-        chunk = replace(first_chunk, first=first_chunk.first + first)
-        local = dict(values)
-        for value, ref in inputs.items():
-            if not tiles.is_scales(value):
-                read = [ref[at] for at in tiles.places(value, first)]
-                read = read[0] if len(read) == 1 else jnp.concatenate(read)
-                local[value] = to_register_dtype(read, value.aval.dtype)
-        chunk.run_all(tail, local)
-        # Elements are stored at once. The scales of a chunk fill only a part of a
-        # register's lanes. So the loop carries all scales of the tile, each chunk
-        # sets its own, and they are stored at the end.
-        for value, ref in outputs.items():
-            if not tiles.is_scales(value):
-                result, places = (
-                    local[value].astype(ref.dtype),
-                    tiles.places(value, first),
-                )
-                for i, at in enumerate(places):
-                    ref[at] = result if len(places) == 1 else result[i : i + 1]
-        both = zip(of_scales, scales, strict=True)
-        return [jnp.where(chunk.is_of_chunk(), local[x], old) for x, old in both]
-
-    # Keep scales set by earlier tiles.
-    of_scales = {x: ref for x, ref in outputs.items() if tiles.is_scales(x)}
-    before = [ref[...].astype(jnp.float32) for ref in of_scales.values()]
-    scales = lax.fori_loop(0, tiles.columns // tiles.chunk, run_chunk, before)
-    for ref, result in zip(of_scales.values(), scales, strict=True):
-        ref[...] = result.astype(ref.dtype)
+    both = zip(made, map(part.shape_of, outputs), strict=True)
+    return [x.reshape(shape) for x, shape in both]
 
 
 def read_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
