@@ -66,6 +66,11 @@ def argument_precisions(atoms: Sequence[Any], is_exact: bool = False) -> Precisi
     )
 
 
+def is_exact(precision: Precision) -> bool:
+    """Return whether casting a value to the compute dtype loses nothing."""
+    return isinstance(precision, Argument) and precision.is_exact
+
+
 def moved(precision: Precision, atom: Any) -> Precision:
     """Return the precision of a value, moved to an array of another shape."""
     if not isinstance(precision, Argument):

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
-from optax_mp._jax._control_flow import WITH_REGIONS
+from optax_mp._jax._control_flow import WITH_REGIONS, can_convert
 from optax_mp._jax._jaxpr import (
     Equation,
     Primitive,
@@ -80,16 +80,17 @@ class Rules:
                 f"{dtype.name}; {advice}"
             )
         if not isinstance(rules, Mapping):
+            example = "default_amp_rules | {'tanh': 'f32'}"
             raise TypeError(
-                "amp: expected `rules` to be a mapping such as "
-                f"default_amp_rules | {{'tanh': 'f32'}}, got {rules!r}."
+                f"amp: expected `rules` to be a mapping such as {example}, got "
+                f"{rules!r}."
             )
         self.compute_dtype = dtype
         self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
         self._by_name |= {_name(key): rule for key, rule in rules.items()}
         # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".
-        operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
+        operations = {*default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
         for name, rule in self._by_name.items():
             _check_rule(name, rule, name in operations)
@@ -145,7 +146,16 @@ class Rules:
     def rule_of(
         self, equation: Equation, scope: Rule | None, adds_bias: bool = False
     ) -> tuple[Rule, str]:
-        """Return the rule that an equation follows in a scope, and the reason."""
+        """Return the rule that an equation follows in a scope, and the reason.
+
+        Beside the words of `amp` there are `"regions"` and `"cast"`.
+        """
+        # With the rule `"as_written"`, an equation is bound whole, with its regions.
+        if scope != "as_written":
+            if can_convert(equation):
+                return "regions", "inside"
+            if equation.primitive.name == "convert_element_type":
+                return "cast", "cast"
         rule, why = self._named(equation, scope, adds_bias)
         if not any(map(takes_part, equation.invars)):
             return "as_written", "inputs"

@@ -77,8 +77,8 @@ class Interpreter:
         with explain_carry_error("amp"):
             traced = TracedCall.of(lambda args: call.fun(*args), call.args)
         jaxpr = traced.closed.jaxpr
-        inputs, wants = argument_precisions(jaxpr.invars), (None,) * len(jaxpr.outvars)
-        return traced, self._planner.plan(jaxpr, inputs, wants, None)
+        inputs = argument_precisions(jaxpr.invars)
+        return traced, self._planner.plan(jaxpr, inputs, None)
 
     def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
         """Return warnings of what is probably a mistake."""
@@ -119,18 +119,13 @@ class Interpreter:
         # All others are regions.
         if equation.primitive.name in _WITH_RULE:
             return self._run_with_rule(equation, action, inputs)
-        convert = partial(self._convert_regions, equation, action)
-        return bind_with(equation, inputs, convert)
 
-    def _convert_regions(self, equation: Equation, action: Action) -> list[ClosedJaxpr]:
         def convert(region: Region, plan: Plan) -> ClosedJaxpr:
-            # An output that is None only decides whether a loop goes on.
-            own = region.outputs
-            outputs = tuple(None if i is None else action.outputs[i] for i in own)
-            inputs = region.read(action.inputs)
+            inputs, outputs = region.read(action.inputs), region.take(action.outputs)
             return self._convert_cached(region.jaxpr, plan, inputs, outputs)
 
-        return list(map(convert, wiring_of(equation).regions, action.regions))
+        pairs = list(zip(wiring_of(equation).regions, action.regions, strict=True))
+        return bind_with(equation, inputs, lambda: [convert(*pair) for pair in pairs])
 
     def _convert(
         self, jaxpr: AnyJaxpr, plan: Plan, inputs: Precisions, outputs: Precisions
@@ -214,8 +209,7 @@ class Interpreter:
         )
         # Neither arguments of the whole function nor readers of the outputs are
         # known here.
-        wants = (None,) * len(jaxpr.outvars)
-        plan = self._planner.plan(jaxpr, precisions, wants, scope_rule)
+        plan = self._planner.plan(jaxpr, precisions, scope_rule)
         for text in loop_warnings(list(plan.sites(jaxpr)), self._low):
             warn(f"amp: {text}")
         values = self.run(closed, plan, leaves)
@@ -265,9 +259,11 @@ def loop_warnings(sites: Sequence[Site], dtype: Any) -> tuple[str, ...]:
 
 def _compares_low(loop: Equation, low: Set[int]) -> bool:
     """Return whether a while loop goes on by floats that some equations compute."""
-    start = [_NOT] * len(loop.invars)
-    for _, i in wiring_of(loop).carry:
-        start[i] = _DEPENDS if is_floating(loop.invars[i].aval) else _NOT
+    carried = {i for _, i in wiring_of(loop).carry}
+    start = [
+        _DEPENDS if i in carried and is_floating(x.aval) else _NOT
+        for i, x in enumerate(loop.invars)
+    ]
     return _DEPENDS_BY_LOW in _through(loop, start, low).decisions
 
 
