@@ -30,9 +30,7 @@ Call = Callable[..., list[Any]]
 # `interpret(function, arguments, dtypes)` runs `function(*arguments)` under amp. The
 # function expects arguments of these dtypes, and the arguments may be low. It returns
 # the outputs, and for each one whether it depends on the last argument.
-Interpret = Callable[
-    [Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]
-]
+Interpret = Callable[[Callable[..., Any], Any, Any], tuple[Any, Any]]
 
 
 def custom_jvp(
@@ -106,20 +104,15 @@ def custom_vjp(
             pulled, depend = interpret(transpose, values, as_written)
             # None for an input without a gradient. The others must have the dtypes of
             # the inputs, which may be low.
-            gradients: list[Any] = [None] * len(invars)
             found = zip(perturbed, pulled, low_dtypes, depend, strict=True)
-            for i, gradient, dtype, depends in found:
-                gradients[i] = cast(gradient, dtype) if depends else None
-            return tuple(gradients)
+            gradients = {i: cast(x, dtype) for i, x, dtype, depends in found if depends}
+            return tuple(map(gradients.get, range(len(invars))))
 
         # Also a pytree, so that the rule can save it.
         return list(map(cast, outputs, output_dtypes)), Partial(pull, linear)
 
-    def backward(pull: Partial, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        return pull(cotangents)
-
     function = jax.custom_vjp(call)
-    function.defvjp(forward, backward, symbolic_zeros=True)
+    function.defvjp(forward, lambda pull, x: pull(x), symbolic_zeros=True)
     return function
 
 
@@ -138,10 +131,8 @@ def _restrict(
     """Return the equation as a function of its inputs at these indices."""
 
     def call(*args: Any) -> list[Any]:
-        filled = list(inputs)
-        for i, x in zip(indices, args, strict=True):
-            filled[i] = x
-        return bind(equation, filled)
+        new = dict(zip(indices, args, strict=True))
+        return bind(equation, [new.get(i, x) for i, x in enumerate(inputs)])
 
     return call
 
@@ -154,11 +145,10 @@ def product(equation: Equation, operands: Sequence[Any], low: Any) -> jax.Array:
         return _to_float32(equation, [left, right])[0].astype(result_dtype)
 
     def forward(left: Any, right: Any) -> Any:
-        rounded = [x.value.astype(low) for x in (left, right)]
+        x, y = (each.value.astype(low) for each in (left, right))
         # The gradient of one operand needs the other; nothing else is kept.
-        needed = [rounded[1] if left.perturbed else None]
-        needed += [rounded[0] if right.perturbed else None]
-        return multiply(*rounded), needed
+        needed = y if left.perturbed else None, x if right.perturbed else None
+        return multiply(x, y), needed
 
     def backward(others: Any, cotangent: Any) -> tuple[Any, ...]:
         if isinstance(cotangent, SymbolicZero):
