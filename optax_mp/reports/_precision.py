@@ -97,7 +97,7 @@ class PrecisionReport(Report):
     def _parts(self) -> list[str | Table]:
         """Return the verdict, the notes, the float32 products and the advice."""
         parts = [self.summary(), *(f"note: {note}" for note in self.notes)]
-        return [*parts, *(["", *self._table(), _ADVICE] if self.wide_products else [])]
+        return [*parts, "", *self._table(), _ADVICE] if self.wide_products else parts
 
     def _table(self) -> list[str | Table]:
         """Return a table of float32 products, most FLOPs first.
@@ -217,10 +217,13 @@ def _trace(
     """
     leaves, _ = tree_flatten_with_path((args, kwargs))
     argument_names = _argument_names(fun, len(args))
+
+    def run(both: Any) -> tuple[Any, Any]:
+        call = pure_call(fun, *both, "precision_report")
+        return call.fun(*call.args)
+
     with explain_carry_error("precision_report"):
-        traced = TracedCall.of(
-            lambda both: _call(fun, *both), (args, kwargs), _is_input
-        )
+        traced = TracedCall.of(run, (args, kwargs), _is_input)
     paths = [leaves[i][0] for i in traced.places]
     names = [_name_of(path, argument_names) for path in paths]
     floating = [i for i, x in enumerate(traced.arrays) if is_inexact(x)]
@@ -246,12 +249,6 @@ def _trace(
     except Exception as error:  # whatever a derivative rule may raise
         reason = str(error).splitlines()[0]
         return traced.closed, names, [f"the forward pass alone, as JAX says: {reason}"]
-
-
-def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return what a function returns, and how it changes modules among its inputs."""
-    call = pure_call(fun, args, kwargs, "precision_report")
-    return call.fun(*call.args)
 
 
 def _is_input(leaf: Any) -> bool:

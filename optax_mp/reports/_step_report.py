@@ -156,7 +156,8 @@ def step_report(
         return *bound, told if any(told) else placed
 
     leaves = tree_leaves_with_path(params)
-    counts = [_device_count(leaf) for _, leaf in leaves]
+    shardings = [getattr(x, "sharding", None) for _, x in leaves]
+    counts = [len(getattr(x, "device_set", ())) or 1 for x in shardings]
     decisions = explain_step(bind, (grads, opt_state, params), counts)
     rows = [
         StepRow(spell(path), leaf.dtype.name, leaf.shape, *on_each)
@@ -164,7 +165,3 @@ def step_report(
         for leaf in (x if is_array(x) else jnp.asarray(x),)  # a Python float
     ]
     return StepReport(tuple(rows))
-
-
-def _device_count(leaf: Any) -> int:
-    return len(getattr(getattr(leaf, "sharding", None), "device_set", ())) or 1
