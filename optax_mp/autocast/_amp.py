@@ -113,8 +113,8 @@ def amp(
         if checked_rules.compute_dtype == jnp.float16:
             count_event("computes in float16")
         call = pure_call(fun, args, kwargs, "amp")
-        traced, plan = interpreter.trace(call)
-        for text in interpreter.warnings(traced, plan):
+        traced, plan, warnings = interpreter.trace(call)
+        for text in warnings:
             warn(f"amp: {text}")
         values = interpreter.run(traced.closed, plan, traced.arrays)
         outvars = traced.closed.jaxpr.outvars

@@ -34,9 +34,9 @@ Interpret = Callable[[Callable[..., Any], Any, Any], tuple[Any, Any]]
 
 
 def custom_jvp(
-    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
+    equation: Equation, call: Call, cast_outputs: Any, interpret: Interpret
 ) -> Call:
-    """Return `call` with the rule of a custom_jvp; its outputs have these dtypes."""
+    """Return `call` with the rule of a custom_jvp, whose outputs are cast."""
     dtypes = [atom.aval.dtype for atom in equation.invars]
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -49,7 +49,7 @@ def custom_jvp(
         values = (list(primals), [tangents[i] for i in perturbed])
         as_written = (dtypes, [dtypes[i] for i in perturbed])
         (outputs, out_tangents), (_, depend) = interpret(jvp, values, as_written)
-        outputs = list(map(cast, outputs, output_dtypes))
+        outputs = cast_outputs(outputs)
         # `jax.jvp` returns zeros, which later operations would differentiate.
         out_tangents = [
             cast(tangent, x.dtype) if depends else SymbolicZero.from_primal_value(x)
@@ -63,9 +63,9 @@ def custom_jvp(
 
 
 def custom_vjp(
-    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
+    equation: Equation, call: Call, cast_outputs: Any, interpret: Interpret
 ) -> Call:
-    """Return `call` with the rule of a custom_vjp; its outputs have these dtypes."""
+    """Return `call` with the rule of a custom_vjp, whose outputs are cast."""
     invars, outvars = equation.invars, equation.outvars
     dtypes = [atom.aval.dtype for atom in invars]
 
@@ -109,7 +109,7 @@ def custom_vjp(
             return tuple(map(gradients.get, range(len(invars))))
 
         # Also a pytree, so that the rule can save it.
-        return list(map(cast, outputs, output_dtypes)), Partial(pull, linear)
+        return cast_outputs(outputs), Partial(pull, linear)
 
     function = jax.custom_vjp(call)
     function.defvjp(forward, lambda pull, x: pull(x), symbolic_zeros=True)

@@ -144,13 +144,12 @@ def amp_report(
     """
     interpreter = Interpreter(Rules(rules, compute_dtype))
     call = pure_call(fun, args, kwargs, "amp_report")
-    traced, plan = interpreter.trace(call)
+    traced, plan, warnings = interpreter.trace(call)
     counts = Counter(
         (site.equation.primitive.name, site.line, _ran(site.action), site.action.why)
         for site in _decided(traced.closed, plan)
     )
     operations = tuple(AmpOperation(*key, count) for key, count in counts.items())
-    warnings = interpreter.warnings(traced, plan)
     if traced.closed.effects:
         return AmpReport(operations, math.nan, warnings)
 

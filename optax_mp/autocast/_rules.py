@@ -73,17 +73,17 @@ class Rules:
         """Read `rules` as a user gives them."""
         dtype = floating_dtype(compute_dtype, "amp: `compute_dtype`")
         if bits(dtype) != 16:
-            wide = bits(dtype) > 16
-            advice = "call the function without amp." if wide else _NO_8_BITS
+            advice = (
+                _NO_8_BITS if bits(dtype) < 16 else "call the function without amp."
+            )
             raise ValueError(
                 "amp: expected `compute_dtype` to be bfloat16 or float16, got "
                 f"{dtype.name}; {advice}"
             )
         if not isinstance(rules, Mapping):
-            example = "default_amp_rules | {'tanh': 'f32'}"
             raise TypeError(
-                f"amp: expected `rules` to be a mapping such as {example}, got "
-                f"{rules!r}."
+                "amp: expected `rules` to be a mapping such as default_amp_rules | "
+                f"{{'tanh': 'f32'}}, got {rules!r}."
             )
         self.compute_dtype = dtype
         self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
@@ -219,14 +219,13 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
         advice = _NO_8_BITS if rule in ("f8", "not_f8") else "give it one of these."
         raise ValueError(
             f"amp: expected the rule of {name!r} to be one of {', '.join(WORDS)}, or a "
-            "hashable function (compute_dtype, original_dtypes, *invars, "
-            f"**bind_params) -> (new_invars, new_bind_params), got {rule!r}; {advice}"
+            f"hashable function as the docstring of amp has it, got {rule!r}; {advice}"
         )
     if is_operation and name in (*WITH_REGIONS, "convert_element_type"):
         raise ValueError(
-            "amp: expected no rule for casts, because amp honours the function's own "
-            f"casts, nor for loops, branches and calls, got one for {name!r} in "
-            "`rules`; remove it, or give a rule to a `jax.named_scope` around a loop."
+            "amp: expected no rule for casts, which amp honours, nor for loops and "
+            f"other calls, got one for {name!r} in `rules`; remove it, or give it to a "
+            "`jax.named_scope` around them."
         )
     if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(
@@ -239,9 +238,8 @@ def _name(key: Any) -> str:
     name = key.name if isinstance(key, Primitive) else key
     if not isinstance(name, str):
         raise TypeError(
-            "amp: expected each key of `rules` to be a primitive such as "
-            "jax.lax.tanh_p, its name, or the name of a jax.named_scope, got "
-            f"{key!r}; remove it."
+            "amp: expected each key of `rules` to be a primitive, its name, or the "
+            f"name of a jax.named_scope, got {key!r}; remove it."
         )
     return name
 

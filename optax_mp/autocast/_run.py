@@ -71,20 +71,16 @@ class Interpreter:
         # of the function would compile its regions again.
         self._convert_cached = cache_by_jaxpr(self._convert)
 
-    def trace(self, call: PureCall) -> tuple[TracedCall, Plan]:
-        """Return a traced call, and the plan for it."""
+    def trace(self, call: PureCall) -> tuple[TracedCall, Plan, tuple[str, ...]]:
+        """Return a traced call, the plan for it, and warnings of probable mistakes."""
         # Traced in each call, because values that it closes over may have changed.
         with explain_carry_error("amp"):
             traced = TracedCall.of(lambda args: call.fun(*args), call.args)
         jaxpr = traced.closed.jaxpr
-        inputs = argument_precisions(jaxpr.invars)
-        return traced, self._planner.plan(jaxpr, inputs, None)
-
-    def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
-        """Return warnings of what is probably a mistake."""
-        sites = list(plan.sites(traced.closed))
+        plan = self._planner.plan(jaxpr, argument_precisions(jaxpr.invars), None)
+        sites = list(plan.sites(jaxpr))
         unknown = self._rules.warnings_of_names(x.equation for x in sites)
-        return loop_warnings(sites, self._low) + unknown
+        return traced, plan, loop_warnings(sites, self._low) + unknown
 
     def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a jaxpr, in the precisions that the plan gives."""
@@ -164,13 +160,15 @@ class Interpreter:
         def call(*args: Any) -> list[Any]:
             return self.run(region.jaxpr, plan, region.read(args))
 
-        dtypes = self._dtypes(action.outputs, equation.outvars)
+        cast_outputs = partial(
+            self.cast_all, precisions=action.outputs, atoms=equation.outvars
+        )
         with_rule = _WITH_RULE[equation.primitive.name]
         scope_rule = action.scope_rule
         if with_rule is custom_jvp and scope_rule in (None, "low_f32"):
             scope_rule = LINEAR
         interpret = partial(self._interpret, scope_rule)
-        return with_rule(equation, call, dtypes, interpret)(*inputs)
+        return with_rule(equation, call, cast_outputs, interpret)(*inputs)
 
     def _interpret(
         self,
@@ -223,17 +221,13 @@ class Interpreter:
         self, values: Sequence[Any], precisions: Precisions, atoms: Sequence[Any]
     ) -> list[Any]:
         """Return values in these precisions; those that are weak or None stay."""
-        return list(map(cast, values, self._dtypes(precisions, atoms)))
 
-    def _dtypes(self, precisions: Precisions, atoms: Sequence[Any]) -> list[Any]:
-        """Return the dtype of each value in its precision; None for one that stays."""
+        def cast_to(precision: Precision, x: Any, atom: Any) -> Any:
+            if isinstance(precision, Weak | None):
+                return x
+            return cast(x, self._low if precision == LOW else atom.aval.dtype)
 
-        def dtype_of(x: Precision, atom: Any) -> Any:
-            if isinstance(x, Weak | None):
-                return None
-            return self._low if x == LOW else atom.aval.dtype
-
-        return list(map(dtype_of, precisions, atoms))
+        return list(map(cast_to, precisions, values, atoms))
 
 
 # How a value depends on the floats that a loop carries; of several, the largest counts.

@@ -91,18 +91,15 @@ class LeafCounts(Report):
 
 
 def count_leaves(
-    leaves: dict[str, tuple[Any, ...]],
-    count: Callable[..., jax.Array],
-    argument: str,
-    tree: Any,
+    argument: str, tree: Any, leaves: dict[str, Any], count: Callable[..., jax.Array]
 ) -> tuple[jax.Array, tuple[str, ...]]:
     """Return the counts of each leaf by `count`, and the paths.
 
     Args:
-        leaves: by path, what `count` takes: a leaf, and others that belong to it.
-        count: returns the counts of a leaf.
         argument: what to call the tree in errors.
         tree: that the leaves are of.
+        leaves: by path, what `count` takes: a leaf, and others that belong to it.
+        count: returns the counts of a leaf.
     """
     caller, _, name = argument.partition(": ")
     if not leaves:
@@ -369,7 +366,7 @@ def gradient_range_report(
     }
     count = partial(_count_octaves, loss_scale=loss_scale)
     where = "gradient_range_report: `grads`"
-    return GradientRangeReport(*count_leaves(leaves, count, where, grads))
+    return GradientRangeReport(*count_leaves(where, grads, leaves, count))
 
 
 _BINS = _ZERO, _STALLED, _MOVED, _NOT_FINITE = range(4)
@@ -502,7 +499,7 @@ def update_report(
                 f"the param {describe(param)}, got {describe(update)}."
             )
     count, where = partial(_count_moves, dtype=dtype), "update_report: `params`"
-    return UpdateReport(*count_leaves(found, count, where, params))
+    return UpdateReport(*count_leaves(where, params, found, count))
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -277,7 +277,7 @@ def _before_param(path: Path, param: Path | None) -> Path:
 
 def _field(path: Path) -> str:
     """Return the innermost field, or else dict key, that `path` leads through."""
-    places = [i for i, x in enumerate(path, 1) if keystr([x]) in _WRAPPER_FIELDS]
+    places = [i for i, x in enumerate(path, 1) if keystr((x,)) in _WRAPPER_FIELDS]
     inside = path[max(places, default=0) :]  # labels of a partition are no roles
     fields = [x.name for x in inside if isinstance(x, GetAttrKey)]
     keys = [str(x.key) for x in inside if isinstance(x, DictKey)]

@@ -170,10 +170,8 @@ def precision_report(
         ["params['norm']", "params['norm']", "params['norm']"]
     """
     jaxpr, names, notes = _trace(fun, args, kwargs)
-    inputs = [
-        cause_of_input(var, "argument", name)
-        for var, name in zip(jaxpr.jaxpr.invars, names, strict=True)
-    ]
+    pairs = zip(jaxpr.jaxpr.invars, names, strict=True)
+    inputs = [cause_of_input(var, "argument", name) for var, name in pairs]
     walk = Walk()
     _, products = walk.follow(jaxpr, inputs)
     return PrecisionReport(tuple(products), (*notes, *walk.notes))
@@ -241,8 +239,8 @@ def _trace(
         return values[0], values
 
     def with_gradient(arrays: list[Any]) -> Any:
-        some = [arrays[i] for i in chosen]
-        return jax.value_and_grad(loss, has_aux=True)(some, arrays)
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        return gradient([arrays[i] for i in chosen], arrays)
 
     try:
         return jax.make_jaxpr(with_gradient)(traced.arrays), names, []

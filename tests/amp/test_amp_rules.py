@@ -337,7 +337,7 @@ REFUSED = [
     (
         {"compute_dtype": "f32"},
         ValueError,
-        NO_16_BITS + "call the function without amp",
+        NO_16_BITS + "call `fun` itself",
     ),
     ({"compute_dtype": "float8_e4m3fn"}, ValueError, NO_16_BITS + IN_8_BITS),
     ({"dtype": "f16"}, TypeError, "rules, got `dtype`; pass `compute_dtype`"),
