@@ -69,8 +69,7 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> P
             warn(
                 f"{caller}: expected the function to change the values of NNX "
                 f"Variables only, got another change of its argument of class {names}, "
-                "which is lost, because a copy is traced, as by jax.jit; return what "
-                "is to be kept, or change it outside of the function."
+                "which is lost, as in jax.jit; return it, or change it outside."
             )
         # By identity, because `==` would compare traced values.
         flat = nnx.to_flat_state(nnx.state(copies))

@@ -86,9 +86,8 @@ class Action:
     @property
     def is_changed(self) -> bool:
         """Whether anything differs from the equation as written."""
-        changed_inside = any(plan.is_changed for plan in self.regions)
         is_low = self.ran_low or LOW in self.outputs
-        return is_low or changed_inside or self.how == "function"
+        return is_low or self.how in ("function", "regions")
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,9 +87,7 @@ class AmpReport(Report):
         """Return a table of the operations, and a summary."""
         titles = ("primitive", "line", "ran", "why", "count")
         cells = [tuple(map(str, astuple(x))) for x in self.operations]
-        counts: Counter[str] = Counter()
-        for x in self.operations:
-            counts[x.ran] += x.count
+        counts = Counter(x.ran for x in self.operations for _ in range(x.count))
         ran = ", ".join(f"{count} {ran}" for ran, count in counts.most_common())
         error = "-" if math.isnan(self.error) else f"{self.error:.1e}"
         return [

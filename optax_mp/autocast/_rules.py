@@ -73,9 +73,7 @@ class Rules:
         """Read `rules` as a user gives them."""
         dtype = floating_dtype(compute_dtype, "amp: `compute_dtype`")
         if bits(dtype) != 16:
-            advice = (
-                _NO_8_BITS if bits(dtype) < 16 else "call the function without amp."
-            )
+            advice = "call `fun` itself." if bits(dtype) > 16 else _NO_8_BITS
             raise ValueError(
                 "amp: expected `compute_dtype` to be bfloat16 or float16, got "
                 f"{dtype.name}; {advice}"
@@ -94,13 +92,12 @@ class Rules:
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
         for name, rule in self._by_name.items():
             _check_rule(name, rule, name in operations)
-        by_scope = {x: rule for x, rule in self._by_name.items() if x not in operations}
-        self._names_to_find = set(by_scope) - {STOP}
+        self._names_to_find = self._by_name.keys() - operations - {STOP}
         # A name without parts, such as `"/"`, would match everywhere.
         self._by_scope = [
             (name, parts, rule)
-            for name, rule in ({STOP: "as_written"} | by_scope).items()
-            if (parts := scope_parts(name))
+            for name, rule in ({STOP: "as_written"} | self._by_name).items()
+            if name not in operations and (parts := scope_parts(name))
         ]
         # Cached, because many equations are in the same scope.
         self._in_scopes = functools.lru_cache(maxsize=1024)(self._look_up)
@@ -127,9 +124,8 @@ class Rules:
         if not missing:
             return ()
         return (
-            "expected each name in `rules` to be a primitive of JAX, or a "
-            "`jax.named_scope` that the function enters in this call (scopes that only "
-            "a derivative rule enters are not seen), got "
+            "expected each name in `rules` to be a primitive of JAX, or a scope that "
+            "the function enters in this call, outside of derivative rules, got "
             f"{', '.join(map(repr, sorted(missing)))}; correct it, or remove its rule.",
         )
 
@@ -259,8 +255,8 @@ def call_function(
                 return invars, params
     raise TypeError(
         f"amp: expected the rule of {equation.primitive.name} to return a list of "
-        f"{', '.join(map(describe, given))} and a dictionary, got {returned!r}; return "
-        "(new_invars, new_bind_params), and change only floating dtypes of the inputs."
+        f"{', '.join(map(describe, given))} in any floating dtypes, and a dictionary, "
+        f"got {returned!r}; return (new_invars, new_bind_params)."
     )
 
 

@@ -10,7 +10,7 @@ depend on the floats of the iteration before, through an operation that runs low
 counter or a search for a token does not.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -171,11 +171,7 @@ class Interpreter:
         return with_rule(equation, call, cast_outputs, interpret)(*inputs)
 
     def _interpret(
-        self,
-        scope_rule: Rule | None,
-        function: Callable[..., Any],
-        args: Any,
-        dtypes: Any,
+        self, scope_rule: Rule | None, function: Any, args: Any, dtypes: Any
     ) -> tuple[Any, Any]:
         """Run `function(*args)` as amp does, in a scope with this rule.
 
@@ -242,11 +238,10 @@ def loop_warnings(sites: Sequence[Site], dtype: Any) -> tuple[str, ...]:
     # In a derivative rule, the line may not be known.
     lines = dict.fromkeys(x.line for x in loops if _compares_low(x.equation, low))
     return tuple(
-        f"the while loop{f' at {line}' if line else ''} compares floats that it "
-        "computes low to decide whether it goes on. Under amp these have the precision "
-        f"of {dtype.name}, {epsilon:.1g}, so the loop may take "
-        "many more iterations than in float32, or not converge at all. Put it into "
-        "`with optax_mp.amp_stop():`, or raise its tolerance."
+        f"the while loop{f' at {line}' if line else ''} compares floats to decide "
+        f"whether it goes on. Under amp these have the precision of {dtype.name}, "
+        f"{epsilon:.1g}, so it may take many more iterations, or never end. Put it "
+        "into `with optax_mp.amp_stop():`, or raise its tolerance."
         for line in lines
     )
 

@@ -63,8 +63,7 @@ class LeafCounts(Report):
         if is_traced(self.counts):
             raise TypeError(
                 f"{name}: expected concrete `counts`, got a traced "
-                f"{describe(self.counts)}; return the report from the jitted function "
-                "and read it outside."
+                f"{describe(self.counts)}; return it from `jit`, and read it outside."
             )
         counts = np.asarray(self.counts).astype(np.int64)
         counts = counts.reshape(-1, *counts.shape[-2:]).sum(0)

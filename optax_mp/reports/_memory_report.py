@@ -135,7 +135,7 @@ class MemoryReport(Report):
         return [(x, MemoryReport(tuple(rows), self.weights)) for x, rows in groups]
 
     def _parts(self) -> list[str | Table]:
-        cells = [list(_TITLES)]
+        cells: list[list[str]] = [[*_TITLES]]
         for role, part in [*self._roles(), ("total", self)]:
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in part.rows))
             sizes = [format_bytes(x) for x in (part.total_bytes, part.host_bytes)]
@@ -225,9 +225,8 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
     if not arrays or holds_state(params):
         raise ValueError(
-            "memory_report: expected `params` to be a tree of arrays or of "
-            f"`jax.ShapeDtypeStruct`s, got {summarize(params)}, which is a state or "
-            "has no arrays; pass what `tx.init` gets."
+            f"memory_report: expected `params` to be arrays, got {summarize(params)}, "
+            "which is a state or has no arrays; pass what `tx.init` gets."
         )
     rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
     rows += _state_rows(opt_state, params)
@@ -291,15 +290,11 @@ def _row(
 ) -> MemoryRow:
     count = -(-_size(leaf) * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
     plain = 4 * _size(leaf) if quantized or is_floating(leaf) else count
-    return MemoryRow(
-        role=role,
-        path=spell(path),
-        param="" if param is None else spell(param),
-        dtype=describe(leaf).split("[")[0],
-        bytes=count,
-        host_bytes=count if is_stored_on_host(leaf) else 0,
-        float32_bytes=0 if role in _OF_FORMS else plain,
-    )
+    owner = "" if param is None else spell(param)
+    plain = 0 if role in _OF_FORMS else plain
+    on_host = count if is_stored_on_host(leaf) else 0
+    name = describe(leaf).split("[")[0]
+    return MemoryRow(role, spell(path), owner, name, count, plain, on_host)
 
 
 def _size(leaf: Any) -> int:

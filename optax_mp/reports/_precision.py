@@ -96,7 +96,8 @@ class PrecisionReport(Report):
 
     def _parts(self) -> list[str | Table]:
         """Return the verdict, the notes, the float32 products and the advice."""
-        parts = [self.summary(), *(f"note: {note}" for note in self.notes)]
+        notes = [f"note: {note}" for note in self.notes]
+        parts: list[str | Table] = [self.summary(), *notes]
         return [*parts, "", *self._table(), _ADVICE] if self.wide_products else parts
 
     def _table(self) -> list[str | Table]:
@@ -217,7 +218,7 @@ def _trace(
     argument_names = _argument_names(fun, len(args))
 
     def run(both: Any) -> tuple[Any, Any]:
-        call = pure_call(fun, *both, "precision_report")
+        call = pure_call(fun, *both, caller="precision_report")
         return call.fun(*call.args)
 
     with explain_carry_error("precision_report"):

@@ -188,12 +188,13 @@ class Walk:
         known: dict[Any, Any] = dict(zip(jaxpr.invars, causes, strict=True))
         for var in jaxpr.constvars if consts else ():
             known[var] = cause_of_input(var, "constant", "a constant")
+
+        def read(atom: Any) -> _Cause:
+            return _cause_of_literal(atom) if is_literal(atom) else known.get(atom)
+
         products: _Products = []
         for equation in live_equations(jaxpr):
-            inputs = [
-                _cause_of_literal(x) if is_literal(x) else known.get(x)
-                for x in equation.invars
-            ]
+            inputs = list(map(read, equation.invars))
             place = around.of(equation)
             if has_regions(equation):
                 outputs, inside = self._follow_regions(equation, inputs, place)
@@ -204,8 +205,7 @@ class Walk:
                 if is_product(equation):
                     products.append(self._product(equation, inputs, place, cause))
             known.update(zip(equation.outvars, outputs, strict=True))
-        outvars: Any = jaxpr.outvars
-        return [None if is_literal(x) else known[x] for x in outvars], products
+        return list(map(read, jaxpr.outvars)), products
 
     def _cause_of(self, equation: Equation, inputs: _Causes, place: Place) -> _Cause:
         """Return the cause of a float32 value that is computed from these."""
@@ -228,10 +228,8 @@ class Walk:
         self, equation: Equation, inputs: _Causes, place: Place, cause: _Cause
     ) -> PrecisionProduct:
         avals = [*operands(equation), equation.outvars[0].aval]
-        dtype = max(
-            (aval.dtype for aval in avals[:2]),
-            key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize),
-        )
+        dtypes = [aval.dtype for aval in avals[:2]]
+        dtype = max(dtypes, key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize))
         found = [cause]
         if cause and cause.rank == NOT_YET:  # Then both operands must change.
             found = dict.fromkeys(inputs[i] for i in operand_indices(equation))
