@@ -164,11 +164,10 @@ class Planner:
             wants: what the readers of its outputs want; by default, not known.
         """
         wants = wants or (None,) * len(jaxpr.outvars)
-        consts = argument_precisions(jaxpr.constvars)
-        of_vars = dict(zip(jaxpr.constvars, consts, strict=True))
         # An iteration of a scan reads a slice.
         own_inputs = map(moved, inputs, jaxpr.invars)
-        of_vars.update(zip(jaxpr.invars, own_inputs, strict=True))
+        known = (*argument_precisions(jaxpr.constvars), *own_inputs)
+        of_vars = dict(zip((*jaxpr.constvars, *jaxpr.invars), known, strict=True))
 
         def precision(atom: Any) -> Precision:
             return literal_precision(atom) if is_literal(atom) else of_vars[atom]
@@ -343,7 +342,7 @@ def _without_round_trips(jaxpr: Jaxpr, actions: Sequence[Action]) -> tuple[Actio
 
     A loop would keep what they return for its backward pass: a copy of all weights.
     """
-    reads = defaultdict(list, {id(atom): [FULL] for atom in jaxpr.outvars})
+    reads: Any = defaultdict(list, {id(atom): [FULL] for atom in jaxpr.outvars})
     pairs = list(zip(jaxpr.eqns, actions, strict=True))
     for equation, action in pairs:
         for atom, precision in zip(equation.invars, action.inputs, strict=True):

@@ -144,7 +144,7 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
             key = (kind, path, ", ".join(axes), dtype, sum_dtype)
             all_runs[key] += runs
             all_bytes[key] += round(runs * share * size * bits_of(dtype) / 8)
-    rows = [(*key, all_runs[key], count) for key, count in all_bytes.most_common()]
+    rows: list[Any] = [(*key, all_runs[key], n) for key, n in all_bytes.most_common()]
     named = tuple(CollectiveRow(*x) for x in rows if x[1])
     return CollectivesReport(named, sum(x[-1] for x in rows if not x[1]))
 

@@ -30,7 +30,6 @@ _PARAMS, _REST = "params", "rest"
 _SCALES = {"scales": "block scales", "shifts": "column scales"}
 # What plain float32 has not.
 _OF_FORMS = {"masters", "remainders", *_SCALES.values()}
-_TITLES = ("role", "dtype", "size", "bytes per weight", "share", "on the host")
 # Fields of wrappers: they hold the state of another transform, and are not its role.
 _WRAPPER_FIELDS = (".inner_state", ".inner_states", ".inner_opt_state")
 
@@ -135,7 +134,7 @@ class MemoryReport(Report):
         return [(x, MemoryReport(tuple(rows), self.weights)) for x, rows in groups]
 
     def _parts(self) -> list[str | Table]:
-        cells: list[list[str]] = [[*_TITLES]]
+        cells = [["role", "dtype", "size", "bytes per weight", "share", "on the host"]]
         for role, part in [*self._roles(), ("total", self)]:
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in part.rows))
             sizes = [format_bytes(x) for x in (part.total_bytes, part.host_bytes)]
@@ -230,7 +229,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
         )
     rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
     rows += _state_rows(opt_state, params)
-    weights = sum(_size(x) for _, x in arrays if is_floating(x))
+    weights = sum(x.size for _, x in arrays if is_floating(x))
     return MemoryReport(tuple(rows), weights)
 
 
@@ -288,17 +287,13 @@ def _field(path: Path) -> str:
 def _row(
     role: str, path: Path, param: Path | None, leaf: Any, quantized: bool = False
 ) -> MemoryRow:
-    count = -(-_size(leaf) * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
-    plain = 4 * _size(leaf) if quantized or is_floating(leaf) else count
+    count = -(-leaf.size * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
+    plain = 4 * leaf.size if quantized or is_floating(leaf) else count
     owner = "" if param is None else spell(param)
     plain = 0 if role in _OF_FORMS else plain
     on_host = count if is_stored_on_host(leaf) else 0
     name = describe(leaf).split("[")[0]
     return MemoryRow(role, spell(path), owner, name, count, plain, on_host)
-
-
-def _size(leaf: Any) -> int:
-    return math.prod(leaf.shape)
 
 
 def _ratio(a: int, b: int, form: str) -> str:
