@@ -255,8 +255,8 @@ def call_function(
                 return invars, params
     raise TypeError(
         f"amp: expected the rule of {equation.primitive.name} to return a list of "
-        f"{', '.join(map(describe, given))} in any floating dtypes, and a dictionary, "
-        f"got {returned!r}; return (new_invars, new_bind_params)."
+        f"{', '.join(map(describe, given))} and a dictionary, got {returned!r}; return "
+        "(new_invars, new_bind_params), and change only floating dtypes of the inputs."
     )
 
 

@@ -343,7 +343,7 @@ REFUSED = [
     ({"dtype": "f16"}, TypeError, "rules, got `dtype`; pass `compute_dtype`"),
     ({"enabled": True}, TypeError, "rules, got `enabled`; call `fun` itself"),
     ({"rules": 3}, TypeError, "`rules` to be a mapping such as"),
-    ({"rules": {3: "low"}}, TypeError, "key of `rules` to be a primitive .*, got 3"),
+    ({"rules": {3: "low"}}, TypeError, "key of `rules` to be a primitive, .*, got 3"),
     *(
         ({"rules": {"a": x}}, ValueError, f"of 'a' .*, got '{x}'; .*{IN_8_BITS}")
         for x in ("f8", "not_f8")
