@@ -103,8 +103,7 @@ def amp(
         Micikevicius et al., Mixed Precision Training, 2018,
         https://arxiv.org/abs/1710.03740
     """
-    how = "to decorate with settings use functools.partial(amp, compute_dtype=...)"
-    check_function(fun, "amp", how)
+    check_function(fun, "amp")
     checked_rules = Rules(rules, compute_dtype)
     interpreter = Interpreter(checked_rules)
 
@@ -158,5 +157,5 @@ def amp_stop(fun: Any = None) -> Any:
     """
     if fun is None:
         return jax.named_scope(STOP)
-    check_function(fun, "amp_stop", "use `@amp_stop`, or `with amp_stop():`")
+    check_function(fun, "amp_stop")
     return functools.wraps(fun, updated=())(jax.named_scope(STOP)(fun))

@@ -17,11 +17,12 @@ from optax_mp._warnings import warn
 from optax_mp.trees._tree import PyTree
 
 
-def check_function(fun: Any, caller: str, remedy: str) -> None:
+def check_function(fun: Any, caller: str) -> None:
     """Raise if `fun` cannot be called."""
     if not callable(fun):
         raise TypeError(
-            f"{caller}: expected `fun` to be a function, got {fun!r}; {remedy}."
+            f"{caller}: expected `fun` to be a function, got {fun!r}; pass it itself, "
+            "not its result, and decorate with settings by `functools.partial`."
         )
 
 
@@ -41,7 +42,7 @@ class PureCall(NamedTuple):
 
 def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> PureCall:
     """Return the call `fun(*args, **kwargs)`, which also returns its changes."""
-    check_function(fun, caller, f"call it as {caller}(fun, *args)")
+    check_function(fun, caller)
     nnx: Any = sys.modules.get("flax.nnx")
     kinds = (nnx.Pytree, nnx.Variable) if nnx else ()
 

@@ -366,7 +366,7 @@ def test_bad_arguments_are_refused_with_what_to_use_instead(given, error, messag
 
 
 def test_amp_stop_refuses_what_is_not_a_function():
-    with pytest.raises(TypeError, match="amp_stop: .* to be a function, got 3; use"):
+    with pytest.raises(TypeError, match="amp_stop: .* to be a function, got 3; pass"):
         amp_stop(3)
 
 
