@@ -48,6 +48,10 @@ class Region:
         """Return the values for the inputs of this region, from the equation's."""
         return tuple(values[i] for i in self.inputs)
 
+    def take(self, values: Sequence[T]) -> tuple[T | None, ...]:
+        """Return the values of the outputs of this region, from the equation's."""
+        return tuple(None if i is None else values[i] for i in self.outputs)
+
 
 class ForwardResult(NamedTuple):
     """The facts that `Wiring.forward` finds.
@@ -141,8 +145,7 @@ class Wiring:
         while True:
             reads: list[list[Any]] = [[] for _ in self.equation.invars]
             for region in self.regions:
-                wanted = (None if i is None else outputs[i] for i in region.outputs)
-                wants = through(region, tuple(wanted))
+                wants = through(region, region.take(outputs))
                 for i, want in zip(region.inputs, wants, strict=True):
                     reads[i].append(want)
             inputs = [join(read) if read else None for read in reads]

@@ -2,27 +2,28 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Never, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_mp._warnings import count_event, warn
-from optax_mp.autocast._changes import pure_call
+from optax_mp.autocast._changes import check_function, pure_call
 from optax_mp.autocast._lattice import full_precisions
 from optax_mp.autocast._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.autocast._run import Interpreter
+from optax_mp.wrappers._mistakes import explain_keywords
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+@explain_keywords(enabled="call `fun` itself, or put a part of it into amp_stop")
 def amp(
     fun: Function,
     *,
     compute_dtype: DTypeLike = jnp.bfloat16,
     rules: Mapping[Any, Rule] = default_amp_rules,
-    **others: Never,
 ) -> Function:
     """Run a function that is written for float32 in mixed precision.
 
@@ -75,7 +76,6 @@ def amp(
 
             The rule of a scope wins over the rule of an operation, and the outermost
             scope over inner ones.
-        **others: none; for a clear error on `dtype` or `enabled`.
 
     Returns:
         The function in mixed precision.
@@ -103,17 +103,7 @@ def amp(
         Micikevicius et al., Mixed Precision Training, 2018,
         https://arxiv.org/abs/1710.03740
     """
-    if others:
-        raise TypeError(
-            "amp: expected no arguments but `fun`, `compute_dtype` and `rules`, got "
-            f"{', '.join(others)}; give a dtype as `compute_dtype`, and to run without "
-            "amp call `fun` itself, or put a part of it into amp_stop."
-        )
-    if not callable(fun):
-        raise TypeError(
-            f"amp: expected `fun` to be a function, got {fun!r}; to decorate with "
-            "settings use functools.partial(optax_mp.amp, compute_dtype=...)."
-        )
+    check_function(fun, "amp")
     checked_rules = Rules(rules, compute_dtype)
     interpreter = Interpreter(checked_rules)
 
@@ -122,8 +112,8 @@ def amp(
         if checked_rules.compute_dtype == jnp.float16:
             count_event("computes in float16")
         call = pure_call(fun, args, kwargs, "amp")
-        traced, plan = interpreter.trace(call)
-        for text in interpreter.warnings(traced, plan):
+        traced, plan, warnings = interpreter.trace(call)
+        for text in warnings:
             warn(f"amp: {text}")
         values = interpreter.run(traced.closed, plan, traced.arrays)
         outvars = traced.closed.jaxpr.outvars
@@ -167,9 +157,5 @@ def amp_stop(fun: Any = None) -> Any:
     """
     if fun is None:
         return jax.named_scope(STOP)
-    if not callable(fun):
-        raise TypeError(
-            f"amp_stop: expected a function as `fun`, or no argument, got {fun!r}; use "
-            "it as a decorator, @amp_stop, or as a context, `with amp_stop():`."
-        )
+    check_function(fun, "amp_stop")
     return functools.wraps(fun, updated=())(jax.named_scope(STOP)(fun))

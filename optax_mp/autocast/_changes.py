@@ -8,12 +8,22 @@ warning.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
 from optax_mp._warnings import warn
 from optax_mp.trees._tree import PyTree
+
+
+def check_function(fun: Any, caller: str) -> None:
+    """Raise if `fun` cannot be called."""
+    if not callable(fun):
+        raise TypeError(
+            f"{caller}: expected `fun` to be a function, got {fun!r}; pass it itself, "
+            "not its result, and decorate with settings by `functools.partial`."
+        )
 
 
 class PureCall(NamedTuple):
@@ -32,15 +42,12 @@ class PureCall(NamedTuple):
 
 def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> PureCall:
     """Return the call `fun(*args, **kwargs)`, which also returns its changes."""
-    if not callable(fun):
-        raise TypeError(
-            f"{caller}: expected `fun` to be a function, got {fun!r}; call it as "
-            f"{caller}(fun, *args)."
-        )
-    nnx: Any = sys.modules.get("flax.nnx")  # without it, nothing is a module of it
+    check_function(fun, caller)
+    nnx: Any = sys.modules.get("flax.nnx")
+    kinds = (nnx.Pytree, nnx.Variable) if nnx else ()
 
     def is_module(x: Any) -> bool:
-        return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
+        return isinstance(x, kinds)
 
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_module)
     modules = {i: leaf for i, leaf in enumerate(leaves) if is_module(leaf)}
@@ -63,8 +70,7 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> P
             warn(
                 f"{caller}: expected the function to change the values of NNX "
                 f"Variables only, got another change of its argument of class {names}, "
-                "which is lost, because a copy is traced, as by jax.jit; return what "
-                "is to be kept, or change it outside of the function."
+                "which is lost, as in jax.jit; return it, or change it outside."
             )
         # By identity, because `==` would compare traced values.
         flat = nnx.to_flat_state(nnx.state(copies))
@@ -75,11 +81,7 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> P
         ]
         return result, nnx.from_flat_state(changed)
 
-    def write_back(changes: PyTree) -> None:
-        if changes:
-            nnx.update(modules, changes)
-
-    return PureCall(pure, (state, others), write_back)
+    return PureCall(pure, (state, others), partial(nnx.update, modules))
 
 
 def _arrays(nnx: Any, modules: Any) -> dict[Any, list[Any]]:

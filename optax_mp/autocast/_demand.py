@@ -8,7 +8,7 @@ its inputs, before any precision is chosen.
 from collections.abc import Sequence
 from typing import Any
 
-from optax_mp._jax._control_flow import Region, can_convert, wiring_of
+from optax_mp._jax._control_flow import Region, wiring_of
 from optax_mp._jax._jaxpr import Equation, Jaxpr, cache_by_jaxpr, is_literal, open_jaxpr
 from optax_mp.autocast._lattice import takes_part
 from optax_mp.autocast._rules import Rule, Rules
@@ -42,68 +42,40 @@ class Demand:
     ) -> dict[Any, Want]:
         """Return the wants of each variable of a jaxpr, from its outputs' wants.
 
-        A variable is missing if nothing reads it, or no reader cares.
+        A variable that nothing reads is missing.
         """
         wants: dict[Any, Want] = {}
 
-        def read(atom: Any, want: Want) -> None:
-            if not is_literal(atom) and want is not None:
-                wants[atom] = _combine([wants.get(atom), want])
+        def read(atoms: Sequence[Any], each: Sequence[Want]) -> None:
+            for atom, want in zip(atoms, each, strict=True):
+                if not is_literal(atom):
+                    wants[atom] = _combine([wants.get(atom), want])
 
-        for atom, want in zip(jaxpr.outvars, outputs, strict=True):
-            read(atom, want)
-        scopes = [self._rules.scope_rule_of(x, scope_rule) for x in jaxpr.eqns]
-        full = self._float32_results(jaxpr, scopes)
-        for equation, scope in reversed(list(zip(jaxpr.eqns, scopes, strict=True))):
+        read(jaxpr.outvars, outputs)
+        ruled = []
+        full: set[int] = set()  # the results of float32 operations
+        for equation in jaxpr.eqns:
+            scope = self._rules.scope_rule_of(equation, scope_rule)
+            rule, _ = self._rules.rule_of(equation, scope)
+            reads_full = not full.isdisjoint(map(id, equation.invars))
+            if rule in ("f32", "low_f32") or (rule == "widest" and reads_full):
+                full.update(map(id, equation.outvars))
+            # A difference from a float32 value, as in a log-softmax, is computed in
+            # float32, so rounding the other value would save nothing.
+            is_full = reads_full and equation.primitive.name == "sub"
+            ruled.append((equation, "f32" if is_full else rule, scope))
+        for equation, rule, scope in reversed(ruled):
             outs = tuple(map(wants.get, equation.outvars))
-            ins = self._wants_of_inputs(equation, outs, scope)
-            if equation.primitive.name == "sub" and not full.isdisjoint(
-                atom for atom in equation.invars if not is_literal(atom)
-            ):
-                # A difference from a float32 value, as in a log-softmax, is computed in
-                # float32, so rounding the other value would save nothing.
-                ins = (True,) * len(ins)
-            for atom, want in zip(equation.invars, ins, strict=True):
-                read(atom, want)
+            if rule == "regions":
+                ins, _ = self.wants_through(equation, outs, scope)
+            else:
+                ins = [_want_of_inputs(equation, rule, outs)] * len(equation.invars)
+            read(equation.invars, ins)
         return wants
-
-    def _float32_results(self, jaxpr: Jaxpr, scopes: Sequence[Rule | None]) -> set[Any]:
-        """Return the variables that a float32 operation computes."""
-        full: set[Any] = set()
-        for equation, scope in zip(jaxpr.eqns, scopes, strict=True):
-            if not can_convert(equation):
-                rule, _ = self._rules.rule_of(equation, scope)
-                inputs = [atom for atom in equation.invars if not is_literal(atom)]
-                if rule in ("f32", "low_f32") or (
-                    rule == "widest" and not full.isdisjoint(inputs)
-                ):
-                    full.update(equation.outvars)
-        return full
-
-    def _wants_of_inputs(
-        self, equation: Equation, outs: Wants, scope: Rule | None
-    ) -> Wants:
-        count = len(equation.invars)
-        if scope == "as_written":
-            return (True,) * count
-        if can_convert(equation):
-            return self.wants_through(equation, outs, scope)[0]
-        if equation.primitive.name == "convert_element_type":
-            atoms = (*equation.invars, *equation.outvars)
-            same = len({atom.aval.dtype for atom in atoms}) == 1
-            return outs if same else (False,)
-        rule, _ = self._rules.rule_of(equation, scope)
-        if rule in ("f32", "as_written"):
-            return (True,) * count
-        if rule in ("widest", "own"):
-            # A comparison does not care: its result is not a float, so never rounded.
-            cares = any(map(takes_part, equation.outvars))
-            return (is_better_full(equation, outs) if cares else None,) * count
-        return (False,) * count
 
     def wants_through(
         self, equation: Equation, outs: Wants, scope: Rule | None
-    ) -> tuple[Wants, Wants]:
+    ) -> tuple[list[Want], list[Want]]:
         """Return the wants of the inputs and outputs of an equation with regions.
 
         The next iteration of a loop counts among the readers of its outputs.
@@ -114,9 +86,19 @@ class Demand:
             wants = self.wants_within(jaxpr, wanted, scope)
             return tuple(map(wants.get, jaxpr.invars))
 
-        wiring = wiring_of(equation)
-        ins, outs_in_loop = wiring.backward(outs, region_inputs, _combine)
-        return tuple(ins), tuple(outs_in_loop)
+        return wiring_of(equation).backward(outs, region_inputs, _combine)
+
+
+def _want_of_inputs(equation: Equation, rule: Rule, outs: Wants) -> Want:
+    """Return what an equation without regions wants of its inputs."""
+    if rule == "cast":
+        (read,), (made,) = equation.invars, equation.outvars
+        return outs[0] if read.aval.dtype == made.aval.dtype else False
+    if rule in ("widest", "own"):
+        # A comparison does not care: its result is not a float, so never rounded.
+        cares = any(map(takes_part, equation.outvars))
+        return is_better_full(equation, outs) if cares else None
+    return rule in ("f32", "as_written")
 
 
 def _combine(wants: Sequence[Want]) -> Want:

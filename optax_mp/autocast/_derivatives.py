@@ -30,15 +30,13 @@ Call = Callable[..., list[Any]]
 # `interpret(function, arguments, dtypes)` runs `function(*arguments)` under amp. The
 # function expects arguments of these dtypes, and the arguments may be low. It returns
 # the outputs, and for each one whether it depends on the last argument.
-Interpret = Callable[
-    [Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]
-]
+Interpret = Callable[[Callable[..., Any], Any, Any], tuple[Any, Any]]
 
 
 def custom_jvp(
-    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
+    equation: Equation, call: Call, cast_outputs: Any, interpret: Interpret
 ) -> Call:
-    """Return `call` with the rule of a custom_jvp; its outputs have these dtypes."""
+    """Return `call` with the rule of a custom_jvp, whose outputs are cast."""
     dtypes = [atom.aval.dtype for atom in equation.invars]
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -51,7 +49,7 @@ def custom_jvp(
         values = (list(primals), [tangents[i] for i in perturbed])
         as_written = (dtypes, [dtypes[i] for i in perturbed])
         (outputs, out_tangents), (_, depend) = interpret(jvp, values, as_written)
-        outputs = list(map(cast, outputs, output_dtypes))
+        outputs = cast_outputs(outputs)
         # `jax.jvp` returns zeros, which later operations would differentiate.
         out_tangents = [
             cast(tangent, x.dtype) if depends else SymbolicZero.from_primal_value(x)
@@ -65,9 +63,9 @@ def custom_jvp(
 
 
 def custom_vjp(
-    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
+    equation: Equation, call: Call, cast_outputs: Any, interpret: Interpret
 ) -> Call:
-    """Return `call` with the rule of a custom_vjp; its outputs have these dtypes."""
+    """Return `call` with the rule of a custom_vjp, whose outputs are cast."""
     invars, outvars = equation.invars, equation.outvars
     dtypes = [atom.aval.dtype for atom in invars]
 
@@ -106,20 +104,15 @@ def custom_vjp(
             pulled, depend = interpret(transpose, values, as_written)
             # None for an input without a gradient. The others must have the dtypes of
             # the inputs, which may be low.
-            gradients: list[Any] = [None] * len(invars)
             found = zip(perturbed, pulled, low_dtypes, depend, strict=True)
-            for i, gradient, dtype, depends in found:
-                gradients[i] = cast(gradient, dtype) if depends else None
-            return tuple(gradients)
+            gradients = {i: cast(x, dtype) for i, x, dtype, depends in found if depends}
+            return tuple(map(gradients.get, range(len(invars))))
 
         # Also a pytree, so that the rule can save it.
-        return list(map(cast, outputs, output_dtypes)), Partial(pull, linear)
-
-    def backward(pull: Partial, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        return pull(cotangents)
+        return cast_outputs(outputs), Partial(pull, linear)
 
     function = jax.custom_vjp(call)
-    function.defvjp(forward, backward, symbolic_zeros=True)
+    function.defvjp(forward, lambda pull, x: pull(x), symbolic_zeros=True)
     return function
 
 
@@ -138,10 +131,8 @@ def _restrict(
     """Return the equation as a function of its inputs at these indices."""
 
     def call(*args: Any) -> list[Any]:
-        filled = list(inputs)
-        for i, x in zip(indices, args, strict=True):
-            filled[i] = x
-        return bind(equation, filled)
+        new = dict(zip(indices, args, strict=True))
+        return bind(equation, [new.get(i, x) for i, x in enumerate(inputs)])
 
     return call
 
@@ -154,11 +145,10 @@ def product(equation: Equation, operands: Sequence[Any], low: Any) -> jax.Array:
         return _to_float32(equation, [left, right])[0].astype(result_dtype)
 
     def forward(left: Any, right: Any) -> Any:
-        rounded = [x.value.astype(low) for x in (left, right)]
+        x, y = (each.value.astype(low) for each in (left, right))
         # The gradient of one operand needs the other; nothing else is kept.
-        needed = [rounded[1] if left.perturbed else None]
-        needed += [rounded[0] if right.perturbed else None]
-        return multiply(*rounded), needed
+        needed = y if left.perturbed else None, x if right.perturbed else None
+        return multiply(x, y), needed
 
     def backward(others: Any, cotangent: Any) -> tuple[Any, ...]:
         if isinstance(cotangent, SymbolicZero):

@@ -66,6 +66,11 @@ def argument_precisions(atoms: Sequence[Any], is_exact: bool = False) -> Precisi
     )
 
 
+def is_exact(precision: Precision) -> bool:
+    """Return whether casting a value to the compute dtype loses nothing."""
+    return isinstance(precision, Argument) and precision.is_exact
+
+
 def moved(precision: Precision, atom: Any) -> Precision:
     """Return the precision of a value, moved to an array of another shape."""
     if not isinstance(precision, Argument):
@@ -108,7 +113,7 @@ def widest(precisions: Sequence[Precision]) -> str:
     Literals follow the other values; without others they are full. Values that take no
     part are ignored.
     """
-    strong = {x for x in precisions if x is not None and not isinstance(x, Weak)}
+    strong = {x for x in precisions if not isinstance(x, Weak | None)}
     return LOW if strong == {LOW} else FULL
 
 
@@ -118,9 +123,7 @@ def set_all(precision: str, precisions: Iterable[Precision]) -> Precisions:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """Return `x` in another dtype, or as it is for None."""
-    if dtype is None:
-        return x
+    """Return `x` in another dtype."""
     if not isinstance(x, jax.Array):
         # A literal stays a literal: a JAX array would become a constant of the jaxpr.
         return np.asarray(x).astype(dtype)

@@ -7,6 +7,7 @@ in and out. A loop's carry has one precision in all iterations, so the body is p
 again until nothing changes: a fix-point.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._control_flow import Region, can_convert, wiring_of
+from optax_mp._jax._control_flow import Region, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
@@ -40,6 +41,7 @@ from optax_mp.autocast._lattice import (
     argument_precisions,
     as_computed,
     full_precisions,
+    is_exact,
     literal_precision,
     moved,
     set_all,
@@ -62,9 +64,9 @@ class Action:
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
         why: the reason, in the words of `AmpOperation`; `"inside"` for regions.
-        scope_rule: the rule of the scope that it is in.
         params: its parameters, if they change.
         regions: the plans of its regions.
+        scope_rule: the rule of the scope that its regions are in.
     """
 
     how: str
@@ -72,9 +74,9 @@ class Action:
     outputs: Precisions
     rule: Any
     why: str
-    scope_rule: Any = None
     params: dict[str, Any] | None = None
     regions: tuple["Plan", ...] = ()
+    scope_rule: Rule | None = None
 
     @property
     def ran_low(self) -> bool:
@@ -84,9 +86,8 @@ class Action:
     @property
     def is_changed(self) -> bool:
         """Whether anything differs from the equation as written."""
-        changed_inside = any(plan.is_changed for plan in self.regions)
         is_low = self.ran_low or LOW in self.outputs
-        return is_low or changed_inside or self.how == "function"
+        return is_low or self.how in ("function", "regions")
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,31 +153,31 @@ class Planner:
         self._plan_cached = cache_by_jaxpr(self.plan)
 
     def plan(
-        self, jaxpr: Jaxpr, inputs: Precisions, wants: Wants, scope_rule: Rule | None
+        self, jaxpr: Jaxpr, inputs: Precisions, scope: Rule | None, wants: Wants = ()
     ) -> Plan:
         """Plan a jaxpr.
 
         Args:
             jaxpr: the jaxpr.
             inputs: the precisions of its inputs.
-            wants: what the readers of its outputs want.
-            scope_rule: the rule of the scopes around.
+            scope: the rule of the scopes around.
+            wants: what the readers of its outputs want; by default, not known.
         """
-        consts = argument_precisions(jaxpr.constvars)
-        of_vars = dict(zip(jaxpr.constvars, consts, strict=True))
+        wants = wants or (None,) * len(jaxpr.outvars)
         # An iteration of a scan reads a slice.
         own_inputs = map(moved, inputs, jaxpr.invars)
-        of_vars.update(zip(jaxpr.invars, own_inputs, strict=True))
+        known = (*argument_precisions(jaxpr.constvars), *own_inputs)
+        of_vars = dict(zip((*jaxpr.constvars, *jaxpr.invars), known, strict=True))
 
         def precision(atom: Any) -> Precision:
             return literal_precision(atom) if is_literal(atom) else of_vars[atom]
 
-        wanted = self._demand.wants_within(jaxpr, wants, scope_rule)
+        wanted = self._demand.wants_within(jaxpr, wants, scope)
         actions: list[Action] = []
         for equation in jaxpr.eqns:
             precisions = tuple(map(precision, equation.invars))
             wants = tuple(map(wanted.get, equation.outvars))
-            own_scope = self.rules.scope_rule_of(equation, scope_rule)
+            own_scope = self.rules.scope_rule_of(equation, scope)
             action = self._plan_equation(equation, precisions, wants, own_scope)
             actions.append(action)
             of_vars.update(zip(equation.outvars, action.outputs, strict=True))
@@ -195,37 +196,39 @@ class Planner:
             wants: what the readers of its outputs want.
             scope: the rule of the scope that it is in, or None.
         """
-        # With this rule, an equation is bound as a whole, with its regions.
-        if scope != "as_written":
-            if can_convert(equation):
-                return self._plan_regions(equation, precisions, wants, scope)
-            if equation.primitive.name == "convert_element_type":
-                return self._plan_cast(equation, precisions, scope)
         is_bias_add = adds_bias(equation, precisions)
         rule, why = self.rules.rule_of(equation, scope, is_bias_add)
+        if rule == "regions":
+            return self._plan_regions(equation, precisions, wants, scope)
+        if rule == "cast":
+            return self._plan_cast(equation, precisions)
         if callable(rule):
-            inputs, outputs = self._ask(rule, equation, precisions)
-            return Action("function", inputs, outputs, rule, why, scope)
+            return self._plan_function(equation, precisions, rule, why)
         if rule == "own":
             # Such a primitive returns one output for each input.
             own = as_computed(precisions)
-            return Action("bind", own, own, rule, why, scope)
+            return Action("bind", own, own, rule, why)
         name = equation.primitive.name
         if rule == "widest" and name in REPEATS and isinstance(precisions[0], Weak):
             # A repeated literal stays weak: later operations decide.
-            return Action("bind", (FULL,), precisions, rule, "literal", scope)
+            return Action("bind", (FULL,), precisions, rule, "literal")
+        outputs = full_precisions(equation.outvars)
         if rule == "low_f32":
             # Cast inside, where a float32 operand has a float32 gradient.
-            inputs, outputs = as_computed(precisions), full_precisions(equation.outvars)
-            return Action(rule, inputs, outputs, rule, why, scope)
-        target = result = FULL
-        if rule in ("low", "widest", "rounded"):
-            target, found = self._target(equation, rule, precisions, wants)
-            why = found or why
-            is_rounded = rule == "rounded" and why == "inputs"
-            result = LOW if is_rounded else target
-        inputs = set_all(target, precisions)
-        outputs = set_all(result, full_precisions(equation.outvars))
+            return Action(rule, as_computed(precisions), outputs, rule, why)
+        target = LOW
+        # Matrix products take the most time: low even if inputs or readers are full.
+        follows = rule in ("widest", "rounded")
+        if rule in ("f32", "as_written"):
+            target = FULL
+        elif not self._fit(precisions):
+            target, why = FULL, "literal"
+        elif follows and is_better_full(equation, wants):
+            target, why = FULL, "sink"
+        elif follows and widest(precisions) == FULL:
+            target, why = FULL, "inputs"
+        result = LOW if (rule, why) == ("rounded", "inputs") else target
+        inputs, outputs = set_all(target, precisions), set_all(result, outputs)
         if name in MOVES and result == FULL and isinstance(precisions[0], Argument):
             outputs = tuple(moved(precisions[0], x) for x in equation.outvars)
         params = equation.params
@@ -233,12 +236,12 @@ class Planner:
             # With a float32 result, products of the backward pass would have inputs of
             # two dtypes. Hardware accumulates in float32 anyway.
             params = params | {"preferred_element_type": self.rules.compute_dtype}
-        return Action("bind", inputs, outputs, rule, why, scope, params)
+        return Action("bind", inputs, outputs, rule, why, params)
 
-    def _ask(
-        self, rule: Any, equation: Equation, precisions: Precisions
-    ) -> tuple[Precisions, Precisions]:
-        """Return the precisions of inputs and outputs if a function binds an equation.
+    def _plan_function(
+        self, equation: Equation, precisions: Precisions, rule: Any, why: str
+    ) -> Action:
+        """Plan an equation that a user's function binds.
 
         The only way to know what a function does is to call it.
         """
@@ -261,20 +264,8 @@ class Planner:
         outputs = full_precisions(equation.outvars)
         pairs = zip(precisions, are_low, strict=True)
         inputs = tuple(LOW if x and low else x for x, low in pairs)
-        return inputs, set_all(LOW, outputs) if is_low else outputs
-
-    def _target(
-        self, equation: Equation, rule: str, precisions: Precisions, wants: Wants
-    ) -> tuple[str, str]:
-        """Return the precision of an operation, and why, if not because of its rule."""
-        if not self._fit(precisions):
-            return FULL, "literal"
-        if rule == "low":
-            # Even if inputs or readers are full: matrix products take the most time.
-            return LOW, ""
-        if is_better_full(equation, wants):
-            return FULL, "sink"
-        return (FULL, "inputs") if widest(precisions) == FULL else (LOW, "")
+        outputs = set_all(LOW, outputs) if is_low else outputs
+        return Action("function", inputs, outputs, rule, why)
 
     def _fit(self, precisions: Sequence[Precision]) -> bool:
         """Return whether the range of the compute dtype holds all literals."""
@@ -283,25 +274,22 @@ class Planner:
         sizes = [abs(x) for x in values if x and np.isfinite(x)]
         return all(self._smallest <= size <= self._largest for size in sizes)
 
-    def _plan_cast(
-        self, equation: Equation, precisions: Precisions, scope: Rule | None
-    ) -> Action:
+    def _plan_cast(self, equation: Equation, precisions: Precisions) -> Action:
         """Plan a change of dtype. The user asked for it, so it is honoured."""
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         outputs = full_precisions(equation.outvars)
         if old == new and precisions[0] is not None:
             # It only changes whether the type is weak.
-            return Action("same", precisions, precisions, "own", "cast", scope)
+            return Action("same", precisions, precisions, "own", "cast")
         if precisions[0] == LOW and new == self.rules.compute_dtype:
-            return Action("same", precisions, outputs, "own", "cast", scope)
+            return Action("same", precisions, outputs, "own", "cast")
         if old == np.bool_ and outputs[0]:
             outputs = (Weak(),)  # 0 and 1 are exact in any dtype
         if old in (jnp.bfloat16, jnp.float16) and outputs[0]:
             # A bias in 16 bits is cast before it is added.
             is_exact = old == self.rules.compute_dtype
             outputs = argument_precisions(equation.outvars, is_exact)
-        inputs = as_computed(precisions)
-        return Action("bind", inputs, outputs, "as_written", "cast", scope)
+        return Action("bind", as_computed(precisions), outputs, "as_written", "cast")
 
     def _plan_regions(
         self, equation: Equation, precisions: Precisions, wants: Wants, scope: Any
@@ -314,37 +302,33 @@ class Planner:
         _, in_loop = self._demand.wants_through(equation, wants, scope)
 
         def plan_region(region: Region, inputs: Precisions) -> Plan:
-            # An output that is None only decides whether a loop goes on.
-            wanted = tuple(None if i is None else in_loop[i] for i in region.outputs)
             jaxpr, _ = open_jaxpr(region.jaxpr)
-            return self._plan_cached(jaxpr, inputs, wanted, scope)
+            return self._plan_cached(jaxpr, inputs, scope, region.take(in_loop))
 
         def outputs_of(region: Region, inputs: Precisions) -> Precisions:
             outputs = plan_region(region, inputs).outputs
             return as_computed(outputs) if wiring.repeats else outputs
 
         flow = wiring.forward(initial, outputs_of, self._join)
-        # Values that every iteration reads go in as written and are cast inside, so
-        # that their gradients are summed over the iterations in float32.
-        inputs = [
-            FULL if i in wiring.summed and x == LOW else x
-            for i, x in enumerate(flow.inputs)
-        ]
-        if equation.primitive.name == "scan":
-            # Slices for one iteration, such as the weights of a layer, go in low if
-            # they were cast before the loop, so that no wide copy of all layers exists.
-            for i, x in enumerate(inputs):
-                is_slice = i not in (*carried, *wiring.summed)
-                if is_slice and isinstance(x, Argument) and x.is_exact:
-                    inputs[i] = LOW
         # The search has made these plans already: they come from the cache.
-        plans = [plan_region(x, x.read(flow.inputs)) for x in wiring.regions]
-        how, inputs, outputs = "regions", tuple(inputs), tuple(flow.outputs)
+        plans = tuple(plan_region(x, x.read(flow.inputs)) for x in wiring.regions)
+        how, inputs, outputs = "regions", list(flow.inputs), tuple(flow.outputs)
         if not any(plan.is_changed for plan in plans):
             # Bound as written, it takes and returns values as written.
             how, inputs, outputs = "bind", set_all(FULL, inputs), as_computed(outputs)
-        reason = ("inside", "inside", scope)
-        return Action(how, inputs, outputs, *reason, regions=tuple(plans))
+        elif equation.primitive.name == "scan":
+            for i, x in enumerate(inputs):
+                # Values that every iteration reads go in as written and are cast
+                # inside, so that their gradients are summed over the iterations in
+                # float32.
+                if i in wiring.summed and x == LOW:
+                    inputs[i] = FULL
+                # Slices for one iteration, such as the weights of a layer, go in low if
+                # they were cast before the loop, so that no wide copy of all exists.
+                elif i not in (*carried, *wiring.summed) and is_exact(x):
+                    inputs[i] = LOW
+        why = "inside"
+        return Action(how, tuple(inputs), outputs, why, why, None, plans, scope)
 
     def _join(self, precisions: Sequence[Precision]) -> Precision:
         """Return the precision of a value that may be any of several."""
@@ -358,18 +342,16 @@ def _without_round_trips(jaxpr: Jaxpr, actions: Sequence[Action]) -> tuple[Actio
 
     A loop would keep what they return for its backward pass: a copy of all weights.
     """
-    reads: dict[Any, list[Precision]] = {}
+    reads: Any = defaultdict(list, {id(atom): [FULL] for atom in jaxpr.outvars})
     pairs = list(zip(jaxpr.eqns, actions, strict=True))
-    all_reads = [(x.invars, action.inputs) for x, action in pairs]
-    for atoms, inputs in (*all_reads, (jaxpr.outvars, (FULL,) * len(jaxpr.outvars))):
-        for atom, precision in zip(atoms, inputs, strict=True):
-            if not is_literal(atom):
-                reads.setdefault(atom, []).append(precision)
+    for equation, action in pairs:
+        for atom, precision in zip(equation.invars, action.inputs, strict=True):
+            reads[id(atom)].append(precision)
     return tuple(
         replace(action, how="same", outputs=(LOW,))
-        if equation.primitive.name == "convert_element_type"
-        and getattr(action.outputs[0], "is_exact", False)
-        and reads.get(equation.outvars[0]) == [LOW]
+        if action.why == "cast"
+        and is_exact(action.outputs[0])
+        and reads[id(equation.outvars[0])] == [LOW]
         else action
         for equation, action in pairs
     )

@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
-    TracedCall,
     evaluate,
     jaxprs_within,
     open_jaxpr,
@@ -88,9 +87,7 @@ class AmpReport(Report):
         """Return a table of the operations, and a summary."""
         titles = ("primitive", "line", "ran", "why", "count")
         cells = [tuple(map(str, astuple(x))) for x in self.operations]
-        counts: Counter[str] = Counter()
-        for x in self.operations:
-            counts[x.ran] += x.count
+        counts = Counter(x.ran for x in self.operations for _ in range(x.count))
         ran = ", ".join(f"{count} {ran}" for ran, count in counts.most_common())
         error = "-" if math.isnan(self.error) else f"{self.error:.1e}"
         return [
@@ -145,14 +142,24 @@ def amp_report(
     """
     interpreter = Interpreter(Rules(rules, compute_dtype))
     call = pure_call(fun, args, kwargs, "amp_report")
-    traced, plan = interpreter.trace(call)
+    traced, plan, warnings = interpreter.trace(call)
     counts = Counter(
         (site.equation.primitive.name, site.line, _ran(site.action), site.action.why)
         for site in _decided(traced.closed, plan)
     )
     operations = tuple(AmpOperation(*key, count) for key, count in counts.items())
-    error = _error_of_outputs(interpreter, traced, plan)
-    return AmpReport(operations, error, interpreter.warnings(traced, plan))
+    if traced.closed.effects:
+        return AmpReport(operations, math.nan, warnings)
+
+    def both(arrays: Any) -> Any:
+        low = interpreter.run(traced.closed, plan, arrays)
+        return evaluate(traced.closed, arrays), low
+
+    # On CPU XLA would leave out casts to 16 bits and back, and with them the errors.
+    options: Any = {"xla_allow_excess_precision": False}
+    full, low = jax.jit(both, compiler_options=options)(traced.arrays)
+    error = max(map(_error, full, low), default=0.0)
+    return AmpReport(operations, error, warnings)
 
 
 def _decided(jaxpr: AnyJaxpr, plan: Plan) -> Iterator[Site]:
@@ -188,31 +195,13 @@ def _ran(action: Action) -> str:
     return "as_written" if action.rule == "as_written" else "f32"
 
 
-def _error_of_outputs(
-    interpreter: Interpreter, traced: TracedCall, plan: Plan
-) -> float:
-    """Return the largest relative error of an output; NaN if the call has effects."""
-    if traced.closed.effects:
-        return math.nan
-
-    def both(arrays: Any) -> Any:
-        low = interpreter.run(traced.closed, plan, arrays)
-        return evaluate(traced.closed, arrays), low
-
-    # On CPU XLA would leave out casts to 16 bits and back, and with them the errors.
-    options: Any = {"xla_allow_excess_precision": False}
-    full, low = jax.jit(both, compiler_options=options)(traced.arrays)
-    return max(map(_error, full, low), default=0.0)
-
-
 def _error(full: Any, low: Any) -> float:
     """Return the norm of the difference over the norm, where the value is finite."""
     if not jnp.issubdtype(full.dtype, jnp.inexact):
         return 0.0
-    full, low = (np.asarray(x).astype(np.complex128).ravel() for x in (full, low))
     # Values that are infinite or NaN as written, such as in a mask, have no error.
     is_finite = np.isfinite(full)
-    full, low = full[is_finite], low[is_finite]
+    full, low = (np.asarray(x)[is_finite].astype(np.complex128) for x in (full, low))
     # NaN only under amp is an infinite error: NaN would mean "not measured".
     error, norm = float(np.linalg.norm(low - full)), float(np.linalg.norm(full))
     if math.isnan(error) or not norm:

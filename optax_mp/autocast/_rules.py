@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
-from optax_mp._jax._control_flow import WITH_REGIONS
+from optax_mp._jax._control_flow import WITH_REGIONS, can_convert
 from optax_mp._jax._jaxpr import (
     Equation,
     Primitive,
@@ -73,33 +73,31 @@ class Rules:
         """Read `rules` as a user gives them."""
         dtype = floating_dtype(compute_dtype, "amp: `compute_dtype`")
         if bits(dtype) != 16:
-            wide = bits(dtype) > 16
-            advice = "call the function without amp." if wide else _NO_8_BITS
+            advice = "call `fun` itself." if bits(dtype) > 16 else _NO_8_BITS
             raise ValueError(
                 "amp: expected `compute_dtype` to be bfloat16 or float16, got "
                 f"{dtype.name}; {advice}"
             )
         if not isinstance(rules, Mapping):
             raise TypeError(
-                "amp: expected `rules` to be a mapping such as "
-                f"default_amp_rules | {{'tanh': 'f32'}}, got {rules!r}."
+                "amp: expected `rules` to be a mapping such as default_amp_rules | "
+                f"{{'tanh': 'f32'}}, got {rules!r}."
             )
         self.compute_dtype = dtype
         self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
         self._by_name |= {_name(key): rule for key, rule in rules.items()}
         # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".
-        operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
+        operations = {*default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
         for name, rule in self._by_name.items():
             _check_rule(name, rule, name in operations)
-        by_scope = {x: rule for x, rule in self._by_name.items() if x not in operations}
-        self._names_to_find = set(by_scope) - {STOP}
+        self._names_to_find = self._by_name.keys() - operations - {STOP}
         # A name without parts, such as `"/"`, would match everywhere.
         self._by_scope = [
             (name, parts, rule)
-            for name, rule in ({STOP: "as_written"} | by_scope).items()
-            if (parts := scope_parts(name))
+            for name, rule in ({STOP: "as_written"} | self._by_name).items()
+            if name not in operations and (parts := scope_parts(name))
         ]
         # Cached, because many equations are in the same scope.
         self._in_scopes = functools.lru_cache(maxsize=1024)(self._look_up)
@@ -126,9 +124,8 @@ class Rules:
         if not missing:
             return ()
         return (
-            "expected each name in `rules` to be a primitive of JAX, or a "
-            "`jax.named_scope` that the function enters in this call (scopes that only "
-            "a derivative rule enters are not seen), got "
+            "expected each name in `rules` to be a primitive of JAX, or a scope that "
+            "the function enters in this call, outside of derivative rules, got "
             f"{', '.join(map(repr, sorted(missing)))}; correct it, or remove its rule.",
         )
 
@@ -145,7 +142,16 @@ class Rules:
     def rule_of(
         self, equation: Equation, scope: Rule | None, adds_bias: bool = False
     ) -> tuple[Rule, str]:
-        """Return the rule that an equation follows in a scope, and the reason."""
+        """Return the rule that an equation follows in a scope, and the reason.
+
+        Beside the words of `amp` there are `"regions"` and `"cast"`.
+        """
+        # With the rule `"as_written"`, an equation is bound whole, with its regions.
+        if scope != "as_written":
+            if can_convert(equation):
+                return "regions", "inside"
+            if equation.primitive.name == "convert_element_type":
+                return "cast", "cast"
         rule, why = self._named(equation, scope, adds_bias)
         if not any(map(takes_part, equation.invars)):
             return "as_written", "inputs"
@@ -209,14 +215,13 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
         advice = _NO_8_BITS if rule in ("f8", "not_f8") else "give it one of these."
         raise ValueError(
             f"amp: expected the rule of {name!r} to be one of {', '.join(WORDS)}, or a "
-            "hashable function (compute_dtype, original_dtypes, *invars, "
-            f"**bind_params) -> (new_invars, new_bind_params), got {rule!r}; {advice}"
+            f"hashable function as the docstring of amp has it, got {rule!r}; {advice}"
         )
     if is_operation and name in (*WITH_REGIONS, "convert_element_type"):
         raise ValueError(
-            "amp: expected no rule for casts, because amp honours the function's own "
-            f"casts, nor for loops, branches and calls, got one for {name!r} in "
-            "`rules`; remove it, or give a rule to a `jax.named_scope` around a loop."
+            "amp: expected no rule for casts, which amp honours, nor for loops and "
+            f"other calls, got one for {name!r} in `rules`; remove it, or give it to a "
+            "`jax.named_scope` around them."
         )
     if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(
@@ -229,9 +234,8 @@ def _name(key: Any) -> str:
     name = key.name if isinstance(key, Primitive) else key
     if not isinstance(name, str):
         raise TypeError(
-            "amp: expected each key of `rules` to be a primitive such as "
-            "jax.lax.tanh_p, its name, or the name of a jax.named_scope, got "
-            f"{key!r}; remove it."
+            "amp: expected each key of `rules` to be a primitive, its name, or the "
+            f"name of a jax.named_scope, got {key!r}; remove it."
         )
     return name
 

@@ -10,7 +10,7 @@ depend on the floats of the iteration before, through an operation that runs low
 counter or a search for a token does not.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -71,20 +71,16 @@ class Interpreter:
         # of the function would compile its regions again.
         self._convert_cached = cache_by_jaxpr(self._convert)
 
-    def trace(self, call: PureCall) -> tuple[TracedCall, Plan]:
-        """Return a traced call, and the plan for it."""
+    def trace(self, call: PureCall) -> tuple[TracedCall, Plan, tuple[str, ...]]:
+        """Return a traced call, the plan for it, and warnings of probable mistakes."""
         # Traced in each call, because values that it closes over may have changed.
         with explain_carry_error("amp"):
             traced = TracedCall.of(lambda args: call.fun(*args), call.args)
         jaxpr = traced.closed.jaxpr
-        inputs, wants = argument_precisions(jaxpr.invars), (None,) * len(jaxpr.outvars)
-        return traced, self._planner.plan(jaxpr, inputs, wants, None)
-
-    def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
-        """Return warnings of what is probably a mistake."""
-        sites = list(plan.sites(traced.closed))
+        plan = self._planner.plan(jaxpr, argument_precisions(jaxpr.invars), None)
+        sites = list(plan.sites(jaxpr))
         unknown = self._rules.warnings_of_names(x.equation for x in sites)
-        return loop_warnings(sites, self._low) + unknown
+        return traced, plan, loop_warnings(sites, self._low) + unknown
 
     def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a jaxpr, in the precisions that the plan gives."""
@@ -119,18 +115,13 @@ class Interpreter:
         # All others are regions.
         if equation.primitive.name in _WITH_RULE:
             return self._run_with_rule(equation, action, inputs)
-        convert = partial(self._convert_regions, equation, action)
-        return bind_with(equation, inputs, convert)
 
-    def _convert_regions(self, equation: Equation, action: Action) -> list[ClosedJaxpr]:
         def convert(region: Region, plan: Plan) -> ClosedJaxpr:
-            # An output that is None only decides whether a loop goes on.
-            own = region.outputs
-            outputs = tuple(None if i is None else action.outputs[i] for i in own)
-            inputs = region.read(action.inputs)
+            inputs, outputs = region.read(action.inputs), region.take(action.outputs)
             return self._convert_cached(region.jaxpr, plan, inputs, outputs)
 
-        return list(map(convert, wiring_of(equation).regions, action.regions))
+        pairs = list(zip(wiring_of(equation).regions, action.regions, strict=True))
+        return bind_with(equation, inputs, lambda: [convert(*pair) for pair in pairs])
 
     def _convert(
         self, jaxpr: AnyJaxpr, plan: Plan, inputs: Precisions, outputs: Precisions
@@ -169,20 +160,18 @@ class Interpreter:
         def call(*args: Any) -> list[Any]:
             return self.run(region.jaxpr, plan, region.read(args))
 
-        dtypes = self._dtypes(action.outputs, equation.outvars)
+        cast_outputs = partial(
+            self.cast_all, precisions=action.outputs, atoms=equation.outvars
+        )
         with_rule = _WITH_RULE[equation.primitive.name]
         scope_rule = action.scope_rule
         if with_rule is custom_jvp and scope_rule in (None, "low_f32"):
             scope_rule = LINEAR
         interpret = partial(self._interpret, scope_rule)
-        return with_rule(equation, call, dtypes, interpret)(*inputs)
+        return with_rule(equation, call, cast_outputs, interpret)(*inputs)
 
     def _interpret(
-        self,
-        scope_rule: Rule | None,
-        function: Callable[..., Any],
-        args: Any,
-        dtypes: Any,
+        self, scope_rule: Rule | None, function: Any, args: Any, dtypes: Any
     ) -> tuple[Any, Any]:
         """Run `function(*args)` as amp does, in a scope with this rule.
 
@@ -214,8 +203,7 @@ class Interpreter:
         )
         # Neither arguments of the whole function nor readers of the outputs are
         # known here.
-        wants = (None,) * len(jaxpr.outvars)
-        plan = self._planner.plan(jaxpr, precisions, wants, scope_rule)
+        plan = self._planner.plan(jaxpr, precisions, scope_rule)
         for text in loop_warnings(list(plan.sites(jaxpr)), self._low):
             warn(f"amp: {text}")
         values = self.run(closed, plan, leaves)
@@ -229,17 +217,13 @@ class Interpreter:
         self, values: Sequence[Any], precisions: Precisions, atoms: Sequence[Any]
     ) -> list[Any]:
         """Return values in these precisions; those that are weak or None stay."""
-        return list(map(cast, values, self._dtypes(precisions, atoms)))
 
-    def _dtypes(self, precisions: Precisions, atoms: Sequence[Any]) -> list[Any]:
-        """Return the dtype of each value in its precision; None for one that stays."""
+        def cast_to(precision: Precision, x: Any, atom: Any) -> Any:
+            if isinstance(precision, Weak | None):
+                return x
+            return cast(x, self._low if precision == LOW else atom.aval.dtype)
 
-        def dtype_of(x: Precision, atom: Any) -> Any:
-            if isinstance(x, Weak | None):
-                return None
-            return self._low if x == LOW else atom.aval.dtype
-
-        return list(map(dtype_of, precisions, atoms))
+        return list(map(cast_to, precisions, values, atoms))
 
 
 # How a value depends on the floats that a loop carries; of several, the largest counts.
@@ -254,20 +238,21 @@ def loop_warnings(sites: Sequence[Site], dtype: Any) -> tuple[str, ...]:
     # In a derivative rule, the line may not be known.
     lines = dict.fromkeys(x.line for x in loops if _compares_low(x.equation, low))
     return tuple(
-        f"the while loop{f' at {line}' if line else ''} compares floats that it "
-        "computes low to decide whether it goes on. Under amp these have the precision "
-        f"of {dtype.name}, {epsilon:.1g}, so the loop may take "
-        "many more iterations than in float32, or not converge at all. Put it into "
-        "`with optax_mp.amp_stop():`, or raise its tolerance."
+        f"the while loop{f' at {line}' if line else ''} compares floats to decide "
+        f"whether it goes on. Under amp these have the precision of {dtype.name}, "
+        f"{epsilon:.1g}, so it may take many more iterations, or never end. Put it "
+        "into `with optax_mp.amp_stop():`, or raise its tolerance."
         for line in lines
     )
 
 
 def _compares_low(loop: Equation, low: Set[int]) -> bool:
     """Return whether a while loop goes on by floats that some equations compute."""
-    start = [_NOT] * len(loop.invars)
-    for _, i in wiring_of(loop).carry:
-        start[i] = _DEPENDS if is_floating(loop.invars[i].aval) else _NOT
+    carried = {i for _, i in wiring_of(loop).carry}
+    start = [
+        _DEPENDS if i in carried and is_floating(x.aval) else _NOT
+        for i, x in enumerate(loop.invars)
+    ]
     return _DEPENDS_BY_LOW in _through(loop, start, low).decisions
 
 

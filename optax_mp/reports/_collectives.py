@@ -1,7 +1,7 @@
 """collectives_report: what a compiled step sends between devices, and how it sums."""
 
 import math
-from collections import defaultdict
+from collections import Counter
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -130,7 +130,7 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
         )
     shardings = jax.tree.leaves(compiled.input_shardings)
     meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
-    totals: Any = defaultdict(lambda: [0, 0])  # runs and bytes
+    all_runs, all_bytes = Counter(), Counter()
     found = collectives_in(compiled.as_text() or "")
     for kind, arrays, devices, sum_dtype, runs in found:
         axes = _axes_of(devices, meshes[0]) if meshes else []
@@ -141,13 +141,12 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
         parts = math.prod(meshes[0].shape[x] for x in axes) if in_parts else 1
         for dtype, size in arrays:
             path = _path_of(size * parts, params, axes)
-            total = totals[kind, path, ", ".join(axes), dtype, sum_dtype]
-            total[0] += runs
-            total[1] += round(runs * share * size * bits_of(dtype) / 8)
-    named: list[Any] = [(*key, *total) for key, total in totals.items() if key[1]]
-    rows = (CollectiveRow(*x) for x in sorted(named, key=lambda x: -x[-1]))
-    others = sum(n for key, (_, n) in totals.items() if key[1] is None)
-    return CollectivesReport(tuple(rows), others)
+            key = (kind, path, ", ".join(axes), dtype, sum_dtype)
+            all_runs[key] += runs
+            all_bytes[key] += round(runs * share * size * bits_of(dtype) / 8)
+    rows: list[Any] = [(*key, all_runs[key], n) for key, n in all_bytes.most_common()]
+    named = tuple(CollectiveRow(*x) for x in rows if x[1])
+    return CollectivesReport(named, sum(x[-1] for x in rows if not x[1]))
 
 
 def _path_of(size: int, params: optax.Params, axes: list[str]) -> str | None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_mp._dtypes import at_least_float32, bits, floating_dtype, round_to
+from optax_mp._dtypes import at_least_float32, floating_dtype, round_to
 from optax_mp._jax._arrays import is_traced, mesh_in_type
 from optax_mp._table import Report, Table, axes_or_new, percent
 from optax_mp.scaling._rule import check_settings
@@ -45,9 +45,6 @@ class LeafCounts(Report):
     counts: jax.Array
     paths: tuple[str, ...]
 
-    _legend: ClassVar[str]
-    _columns: ClassVar[tuple[str, ...]]
-
     def zeros(self, path: str | None = None) -> float:
         """Return the share of values that are exactly 0, of a leaf or of all."""
         return self._share_of(path, 0)
@@ -66,8 +63,7 @@ class LeafCounts(Report):
         if is_traced(self.counts):
             raise TypeError(
                 f"{name}: expected concrete `counts`, got a traced "
-                f"{describe(self.counts)}; return the report from the jitted function "
-                "and read it outside."
+                f"{describe(self.counts)}; return it from `jit`, and read it outside."
             )
         counts = np.asarray(self.counts).astype(np.int64)
         counts = counts.reshape(-1, *counts.shape[-2:]).sum(0)
@@ -80,37 +76,29 @@ class LeafCounts(Report):
             )
         return counts[self.paths.index(path)]
 
-    def _parts(self) -> list[str | Table]:
-        rows = [("", self._columns[0], "inf, NaN", "0", *self._columns[1:])]
+    def _table(
+        self, titles: Sequence[str], cells: Callable[[str | None], Sequence[str]]
+    ) -> Table:
+        """Return a table of the leaves: what all reports count, and `cells` of each."""
+        rows = [("", titles[0], "inf, NaN", "0", *titles[1:])]
         places = [(path, path) for path in self.paths]
         for title, path in places + [("all", None)] * (len(places) > 1):
             shares = percent(self.not_finite(path)), percent(self.zeros(path))
             count = f"{self._counts_of(path).sum():,}"
-            rows.append((title, count, *shares, *self._cells(path)))
-        return [self._legend, Table(rows), *self._conclusions()]
-
-    def _cells(self, path: str | None) -> Sequence[str]:
-        """Return the cells of a row that are the report's own."""
-        raise NotImplementedError
-
-    def _conclusions(self) -> Sequence[str]:
-        """Return the lines below the table."""
-        raise NotImplementedError
+            rows.append((title, count, *shares, *cells(path)))
+        return Table(rows)
 
 
 def count_leaves(
-    leaves: dict[str, tuple[Any, ...]],
-    count: Callable[..., jax.Array],
-    argument: str,
-    tree: Any,
+    argument: str, tree: Any, leaves: dict[str, Any], count: Callable[..., jax.Array]
 ) -> tuple[jax.Array, tuple[str, ...]]:
     """Return the counts of each leaf by `count`, and the paths.
 
     Args:
-        leaves: by path, what `count` takes: a leaf, and others that belong to it.
-        count: returns the counts of a leaf.
         argument: what to call the tree in errors.
         tree: that the leaves are of.
+        leaves: by path, what `count` takes: a leaf, and others that belong to it.
+        count: returns the counts of a leaf.
     """
     caller, _, name = argument.partition(": ")
     if not leaves:
@@ -154,19 +142,21 @@ _EXPONENTS = np.arange(-127, 128)
 _OCTAVES = 2.0**_EXPONENTS
 # Zero, the octaves, and infinity with NaN.
 _BIN_COUNT = len(_OCTAVES) + 2
+_LEGEND = "% of values; those that underflow (u), become subnormal (s), overflow (o)"
 # How much larger values may become under the scale of `best_loss_scale`.
 _HEADROOM = 4.0
 
 
-def _info_of(dtype: DTypeLike) -> Any:
-    """Return `jnp.finfo` of one of `FORMATS`."""
+def _limits_of(dtype: DTypeLike) -> list[float]:
+    """Return the smallest, the smallest normal and the largest number of a format."""
     name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
     if name not in FORMATS:
         raise ValueError(
             f"GradientRangeReport: expected `dtype` to be one of {', '.join(FORMATS)}, "
             f"got {name}."
         )
-    return jnp.finfo(name)
+    info = jnp.finfo(name)
+    return [float(x) for x in (info.smallest_subnormal, info.tiny, info.max)]
 
 
 @jax.jit
@@ -227,11 +217,6 @@ class GradientRangeReport(LeafCounts):
         (("['b']", "['w']"), 0.25, 262144.0)
     """
 
-    _legend = (
-        "% of values; those that underflow (u), become subnormal (s), overflow (o)"
-    )
-    _columns = ("values", *(name.removeprefix("float8_") for name in FORMATS))
-
     def in_format(
         self, dtype: DTypeLike, path: str | None = None, *, loss_scale: float = 1.0
     ) -> FormatRange:
@@ -245,11 +230,8 @@ class GradientRangeReport(LeafCounts):
             loss_scale: a factor for the values.
         """
         check_settings("in_format", loss_scale=loss_scale)
-        counts, info = self._counts_of(path), _info_of(dtype)
+        counts, (smallest, normal, largest) = self._counts_of(path), _limits_of(dtype)
         finite, middles = counts[1:-1], loss_scale * 1.5 * _OCTAVES
-        smallest, normal, largest = map(
-            float, (info.smallest_subnormal, info.smallest_normal, info.max)
-        )
         is_zero = middles < smallest / 2
         return FormatRange(
             underflow=share(finite[is_zero], counts),
@@ -271,7 +253,7 @@ class GradientRangeReport(LeafCounts):
         octaves = _EXPONENTS[self._counts_of(None)[1:-1] > 0]
         if not octaves.size:
             return math.nan
-        room = float(_info_of(dtype).max) / (_HEADROOM * 2.0 ** (octaves[-1] + 1))
+        room = _limits_of(dtype)[-1] / (_HEADROOM * 2.0 ** (octaves[-1] + 1))
         return 2.0 ** min(math.floor(math.log2(room)), 126)
 
     def plot(self, ax: Any = None, path: str | None = None) -> Any:
@@ -293,17 +275,16 @@ class GradientRangeReport(LeafCounts):
         ax.set(xlabel="exponent of the magnitude, to base 2", ylabel="% of values")
         return ax
 
-    def _cells(self, path: str | None) -> list[str]:
-        def losses(name: str) -> str:
+    def _parts(self) -> list[str | Table]:
+        def losses_in(name: str, path: str | None) -> str:
             pairs = zip(astuple(self.in_format(name, path)), "uso", strict=True)
             return " ".join(f"{percent(x)}{letter}" for x, letter in pairs if x) or "0"
 
-        return list(map(losses, FORMATS))
-
-    def _conclusions(self) -> list[str]:
+        titles = ("values", *(name.removeprefix("float8_") for name in FORMATS))
+        table = self._table(titles, lambda path: [losses_in(x, path) for x in FORMATS])
+        lines: list[str | Table] = [_LEGEND, table]
         if math.isnan(self.best_loss_scale()):
-            return ["no loss scale fits: there is no finite value other than 0"]
-        lines = []
+            return [*lines, "no loss scale fits: there is no finite value other than 0"]
         if self.not_finite():
             lines.append("of the finite values (use gradients that did not overflow):")
         for name in FORMATS[1:]:
@@ -384,7 +365,7 @@ def gradient_range_report(
     }
     count = partial(_count_octaves, loss_scale=loss_scale)
     where = "gradient_range_report: `grads`"
-    return GradientRangeReport(*count_leaves(leaves, count, where, grads))
+    return GradientRangeReport(*count_leaves(where, grads, leaves, count))
 
 
 _BINS = _ZERO, _STALLED, _MOVED, _NOT_FINITE = range(4)
@@ -415,9 +396,6 @@ class UpdateReport(LeafCounts):
         (0.25, 0.5, 0.25)
     """
 
-    _legend = "% of elements"
-    _columns = ("elements", "stalled", "moved")
-
     def stalled(self, path: str | None = None) -> float:
         """Return the share of elements that an update other than 0 does not move."""
         return self._share_of(path, _STALLED)
@@ -426,17 +404,19 @@ class UpdateReport(LeafCounts):
         """Return the share of elements that an update moves."""
         return self._share_of(path, _MOVED)
 
-    def _cells(self, path: str | None) -> list[str]:
-        return [percent(self.stalled(path)), percent(self.moved(path))]
+    def _parts(self) -> list[str | Table]:
+        def cells(path: str | None) -> list[str]:
+            return [percent(self.stalled(path)), percent(self.moved(path))]
 
-    def _conclusions(self) -> list[str]:
         others = self.stalled() + self.moved()
+        lost = f"{percent(self.stalled() / (others or 1))}% of the updates other than 0"
+        last = f"{lost} are lost: too small to move the param"
         if not others:
-            return ["no update is finite and other than 0"]
-        if not self.stalled():
-            return ["every update other than 0 moves its param"]
-        lost = f"{percent(self.stalled() / others)}% of the updates other than 0"
-        return [f"{lost} are lost: too small to move the param"]
+            last = "no update is finite and other than 0"
+        elif not self.stalled():
+            last = "every update other than 0 moves its param"
+        titles = ("elements", "stalled", "moved")
+        return ["% of elements", self._table(titles, cells), last]
 
 
 register_dataclass(UpdateReport, ["counts"], ["paths"])
@@ -518,20 +498,17 @@ def update_report(
                 f"the param {describe(param)}, got {describe(update)}."
             )
     count, where = partial(_count_moves, dtype=dtype), "update_report: `params`"
-    return UpdateReport(*count_leaves(found, count, where, params))
+    return UpdateReport(*count_leaves(where, params, found, count))
 
 
 @partial(jax.jit, static_argnames="dtype")
 def _count_moves(param: jax.Array, update: jax.Array, dtype: Any = None) -> jax.Array:
     """Return how many elements lie in each bin."""
     dtype = param.dtype if dtype is None else dtype
-    wide = jnp.promote_types(*(at_least_float32(x.dtype) for x in (param, update)))
-    wide = jnp.promote_types(wide, at_least_float32(dtype))
+    wide = jnp.result_type(*map(at_least_float32, (param.dtype, update.dtype, dtype)))
     old, change = round_to(param.astype(wide), dtype), update.astype(wide)
     # Not by casts, which XLA may leave out.
     moves = round_to(old + change, dtype) != old
-    # By its bits, because CPUs take the smallest numbers for 0.
-    magnitude = lax.bitcast_convert_type(change, f"uint{bits(wide)}") << 1
-    bins = jnp.where(magnitude == 0, _ZERO, jnp.where(moves, _MOVED, _STALLED))
+    bins = jnp.where(change == 0, _ZERO, jnp.where(moves, _MOVED, _STALLED))
     are_finite = jnp.isfinite(param) & jnp.isfinite(update)
     return count_bins(jnp.where(are_finite, bins, _NOT_FINITE), len(_BINS))

@@ -1,12 +1,13 @@
 """memory_report: the bytes of optimizer state and params, and what they are for."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optax
-from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
+from jax.tree_util import DictKey, GetAttrKey, keystr, tree_leaves_with_path
 
 from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import is_stored_on_host
@@ -29,9 +30,8 @@ _PARAMS, _REST = "params", "rest"
 _SCALES = {"scales": "block scales", "shifts": "column scales"}
 # What plain float32 has not.
 _OF_FORMS = {"masters", "remainders", *_SCALES.values()}
-_TITLES = ("role", "dtype", "size", "bytes per weight", "share", "on the host")
 # Fields of wrappers: they hold the state of another transform, and are not its role.
-_WRAPPER_FIELDS = ("inner_state", "inner_states", "inner_opt_state")
+_WRAPPER_FIELDS = (".inner_state", ".inner_states", ".inner_opt_state")
 
 
 @dataclass(frozen=True)
@@ -117,30 +117,35 @@ class MemoryReport(Report):
 
     def by_role(self) -> dict[str, int]:
         """Return the bytes of each role: params first, block scales and rest last."""
-        return {role: sum(x.bytes for x in rows) for role, rows in self._roles()}
+        return {role: part.total_bytes for role, part in self._roles()}
 
     def by_leaf(self) -> dict[str, int]:
         """Return the bytes of each param with its state; `""` for all other arrays."""
-        groups = grouped(self.rows, lambda row: row.param).items()
-        return {param: sum(x.bytes for x in rows) for param, rows in groups}
+        return {param: part.total_bytes for param, part in self._by("param")}
 
-    def _roles(self) -> list[tuple[str, list[MemoryRow]]]:
-        """Return the rows of each role, in the order of `by_role`."""
+    def _roles(self) -> list[tuple[str, "MemoryReport"]]:
+        """Return a report of each role, in the order of `by_role`."""
         last = dict.fromkeys(_SCALES.values(), 1) | {_REST: 2}
-        groups = grouped(self.rows, lambda row: row.role).items()
-        return sorted(groups, key=lambda item: last.get(item[0], 0))
+        return sorted(self._by("role"), key=lambda item: last.get(item[0], 0))
+
+    def _by(self, field: str) -> list[tuple[str, "MemoryReport"]]:
+        """Return a report of the rows with each value of a field."""
+        groups = grouped(self.rows, lambda row: getattr(row, field)).items()
+        return [(x, MemoryReport(tuple(rows), self.weights)) for x, rows in groups]
 
     def _parts(self) -> list[str | Table]:
-        cells: list[tuple[str, ...]] = [_TITLES]
-        for role, rows in self._roles():
-            dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
-            cells.append((role, dtypes[:34], *self._amounts(rows)))
-        weights = f"{self.weights:,} weights"
-        cells.append(("total", weights, *self._amounts(self.rows)))
+        cells = [["role", "dtype", "size", "bytes per weight", "share", "on the host"]]
+        for role, part in [*self._roles(), ("total", self)]:
+            dtypes = ", ".join(dict.fromkeys(row.dtype for row in part.rows))
+            sizes = [format_bytes(x) for x in (part.total_bytes, part.host_bytes)]
+            per_weight = _ratio(part.total_bytes, self.weights, ".2f")
+            share = _ratio(part.total_bytes, self.total_bytes, ".1%")
+            cells.append([role, dtypes[:34], sizes[0], per_weight, share, sizes[1]])
+        cells[-1][1] = f"{self.weights:,} weights"
         if not self.host_bytes:
             cells = [row[:-1] for row in cells]
-        size, plain = format_bytes(self.float32_bytes), self.float32_bytes
-        per_weight = _ratio(plain, self.weights, ".2f")
+        plain = self.float32_bytes
+        size, per_weight = format_bytes(plain), _ratio(plain, self.weights, ".2f")
         times = _ratio(plain, self.total_bytes, ".2f")
         last = f"plain float32: {size}, {per_weight} bytes per weight ({times} times as"
         return [Table(cells, left=2, width=28), f"{last} much)"]
@@ -154,23 +159,16 @@ class MemoryReport(Report):
         Returns:
             The axes.
         """
-        ax, tops, weights = axes_or_new(ax), [0.0, 0.0], self.weights or 1
-        for role, rows in self._roles():
-            heights = [sum(x.bytes for x in rows), sum(x.float32_bytes for x in rows)]
-            heights = [height / weights for height in heights]
+        ax, tops = axes_or_new(ax), np.zeros(2)
+        for role, part in self._roles():
+            heights = np.array([part.total_bytes, part.float32_bytes])
+            heights = heights / (self.weights or 1)
             ax.bar(["this", "plain float32"], heights, bottom=tops, label=role)
-            tops = [top + height for top, height in zip(tops, heights, strict=True)]
+            tops += heights
         ax.set_ylabel("bytes per weight")
         ax.margins(y=0.3)  # for the legend
         ax.legend(ncols=3, loc="upper center")
         return ax
-
-    def _amounts(self, rows: Sequence[MemoryRow]) -> tuple[str, ...]:
-        """Return the bytes of rows, per weight, of the total, and on the host."""
-        count, on_host = sum(x.bytes for x in rows), sum(x.host_bytes for x in rows)
-        per_weight = _ratio(count, self.weights, ".2f")
-        share = _ratio(count, self.total_bytes, ".1%")
-        return format_bytes(count), per_weight, share, format_bytes(on_host)
 
 
 def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryReport:
@@ -226,20 +224,17 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
     if not arrays or holds_state(params):
         raise ValueError(
-            "memory_report: expected `params` to be a tree of arrays or of "
-            f"`jax.ShapeDtypeStruct`s, got {summarize(params)}, which is a state or "
-            "has no arrays; pass what `tx.init` gets."
+            f"memory_report: expected `params` to be arrays, got {summarize(params)}, "
+            "which is a state or has no arrays; pass what `tx.init` gets."
         )
     rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
     rows += _state_rows(opt_state, params)
-    weights = sum(_size(x) for _, x in arrays if is_floating(x))
+    weights = sum(x.size for _, x in arrays if is_floating(x))
     return MemoryReport(tuple(rows), weights)
 
 
 def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
-    leaves = tree_leaves_with_path(opt_state)
     param_paths = [path for path, _ in tree_leaves_with_path(params)]
-    found = find_owners(opt_state, params)
     quantized = {path for path, _ in find_states(opt_state, Quantized)}
     masters = {}
     for path, state in find_states(opt_state, MixedPrecisionState):
@@ -247,7 +242,9 @@ def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
         is_part = getattr(state.storage, "param_is_part", False)
         role = "remainders" if is_part else "masters"
         masters[(*path, GetAttrKey("master_params"))] = role
-    for (path, leaf), owner in zip(leaves, found, strict=True):
+    owners = find_owners(opt_state, params)
+    leaves = tree_leaves_with_path(opt_state)
+    for (path, leaf), owner in zip(leaves, owners, strict=True):
         if not is_array(leaf):
             continue
         param = None if owner is None else param_paths[owner]
@@ -278,14 +275,10 @@ def _before_param(path: Path, param: Path | None) -> Path:
 
 def _field(path: Path) -> str:
     """Return the innermost field, or else dict key, that `path` leads through."""
-    fields, keys = [], []
-    for key in path:
-        if isinstance(key, GetAttrKey) and key.name in _WRAPPER_FIELDS:
-            fields, keys = [], []  # labels of a partition are no roles
-        elif isinstance(key, GetAttrKey):
-            fields.append(key.name)
-        elif isinstance(key, DictKey):
-            keys.append(str(key.key))
+    places = [i for i, x in enumerate(path, 1) if keystr((x,)) in _WRAPPER_FIELDS]
+    inside = path[max(places, default=0) :]  # labels of a partition are no roles
+    fields = [x.name for x in inside if isinstance(x, GetAttrKey)]
+    keys = [str(x.key) for x in inside if isinstance(x, DictKey)]
     name = (fields or keys or ["state"])[-1]
     # L-BFGS and others keep previous params in their state.
     return "params in state" if name == _PARAMS else name
@@ -294,21 +287,13 @@ def _field(path: Path) -> str:
 def _row(
     role: str, path: Path, param: Path | None, leaf: Any, quantized: bool = False
 ) -> MemoryRow:
-    count = -(-_size(leaf) * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
-    plain = 4 * _size(leaf) if quantized or is_floating(leaf) else count
-    return MemoryRow(
-        role=role,
-        path=spell(path),
-        param="" if param is None else spell(param),
-        dtype=describe(leaf).split("[")[0],
-        bytes=count,
-        host_bytes=count if is_stored_on_host(leaf) else 0,
-        float32_bytes=0 if role in _OF_FORMS else plain,
-    )
-
-
-def _size(leaf: Any) -> int:
-    return math.prod(leaf.shape)
+    count = -(-leaf.size * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
+    plain = 4 * leaf.size if quantized or is_floating(leaf) else count
+    owner = "" if param is None else spell(param)
+    plain = 0 if role in _OF_FORMS else plain
+    on_host = count if is_stored_on_host(leaf) else 0
+    name = describe(leaf).split("[")[0]
+    return MemoryRow(role, spell(path), owner, name, count, plain, on_host)
 
 
 def _ratio(a: int, b: int, form: str) -> str:

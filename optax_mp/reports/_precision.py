@@ -96,8 +96,9 @@ class PrecisionReport(Report):
 
     def _parts(self) -> list[str | Table]:
         """Return the verdict, the notes, the float32 products and the advice."""
-        parts = [self.summary(), *(f"note: {note}" for note in self.notes)]
-        return [*parts, *(["", *self._table(), _ADVICE] if self.wide_products else [])]
+        notes = [f"note: {note}" for note in self.notes]
+        parts: list[str | Table] = [self.summary(), *notes]
+        return [*parts, "", *self._table(), _ADVICE] if self.wide_products else parts
 
     def _table(self) -> list[str | Table]:
         """Return a table of float32 products, most FLOPs first.
@@ -170,10 +171,8 @@ def precision_report(
         ["params['norm']", "params['norm']", "params['norm']"]
     """
     jaxpr, names, notes = _trace(fun, args, kwargs)
-    inputs = [
-        cause_of_input(var, "argument", name)
-        for var, name in zip(jaxpr.jaxpr.invars, names, strict=True)
-    ]
+    pairs = zip(jaxpr.jaxpr.invars, names, strict=True)
+    inputs = [cause_of_input(var, "argument", name) for var, name in pairs]
     walk = Walk()
     _, products = walk.follow(jaxpr, inputs)
     return PrecisionReport(tuple(products), (*notes, *walk.notes))
@@ -217,10 +216,13 @@ def _trace(
     """
     leaves, _ = tree_flatten_with_path((args, kwargs))
     argument_names = _argument_names(fun, len(args))
+
+    def run(both: Any) -> tuple[Any, Any]:
+        call = pure_call(fun, *both, caller="precision_report")
+        return call.fun(*call.args)
+
     with explain_carry_error("precision_report"):
-        traced = TracedCall.of(
-            lambda both: _call(fun, *both), (args, kwargs), _is_input
-        )
+        traced = TracedCall.of(run, (args, kwargs), _is_input)
     paths = [leaves[i][0] for i in traced.places]
     names = [_name_of(path, argument_names) for path in paths]
     floating = [i for i, x in enumerate(traced.arrays) if is_inexact(x)]
@@ -238,20 +240,14 @@ def _trace(
         return values[0], values
 
     def with_gradient(arrays: list[Any]) -> Any:
-        some = [arrays[i] for i in chosen]
-        return jax.value_and_grad(loss, has_aux=True)(some, arrays)
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        return gradient([arrays[i] for i in chosen], arrays)
 
     try:
         return jax.make_jaxpr(with_gradient)(traced.arrays), names, []
     except Exception as error:  # whatever a derivative rule may raise
         reason = str(error).splitlines()[0]
         return traced.closed, names, [f"the forward pass alone, as JAX says: {reason}"]
-
-
-def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return what a function returns, and how it changes modules among its inputs."""
-    call = pure_call(fun, args, kwargs, "precision_report")
-    return call.fun(*call.args)
 
 
 def _is_input(leaf: Any) -> bool:

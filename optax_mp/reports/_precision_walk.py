@@ -91,7 +91,8 @@ class PrecisionCause:
         return self.kind in IMPLICIT, self.rank, _KINDS.index(self.kind)
 
 
-_Causes = list[PrecisionCause | None]
+_Cause = PrecisionCause | None
+_Causes = list[_Cause]
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,13 @@ class PrecisionProduct:
         return replace(self, count=count * self.count, flops=count * self.flops)
 
 
-class Enclosing(NamedTuple):
-    """What an equation is inside of.
+class Place(NamedTuple):
+    """Where an equation is.
 
     Attributes:
-        lines: where that is written.
-        is_in_jax: whether it is a function of JAX. That is traced once for all calls,
-            so the lines inside belong to the first call.
+        lines: where it is written.
+        is_in_jax: whether it is in a function of JAX. That is traced once for all
+            calls, so the lines inside belong to the first call.
         is_backward: whether it is in the backward pass.
     """
 
@@ -154,13 +155,15 @@ class Enclosing(NamedTuple):
     is_in_jax: bool = False
     is_backward: bool = False
 
-    def lines_of(self, equation: Equation) -> SourceLines:
-        """Return where an equation inside is written."""
+    def of(self, equation: Equation) -> "Place":
+        """Return the place of an equation inside of one at this place."""
         lines = self.lines if self.is_in_jax else source_lines(equation)
-        return lines if lines.user else self.lines
+        is_backward = self.is_backward or is_transposed(equation)
+        return Place(lines if lines.user else self.lines, self.is_in_jax, is_backward)
 
 
-_NOTHING = Enclosing()
+_OUTSIDE = Place()
+_Products = list[PrecisionProduct]
 
 
 class Walk:
@@ -178,42 +181,41 @@ class Walk:
         self._ranks: dict[Any, int] = {}
 
     def follow(
-        self, jaxpr: AnyJaxpr, causes: _Causes, enclosing: Enclosing = _NOTHING
-    ) -> tuple[_Causes, list[PrecisionProduct]]:
+        self, jaxpr: AnyJaxpr, causes: _Causes, around: Place = _OUTSIDE
+    ) -> tuple[_Causes, _Products]:
         """Return the causes of the outputs of a jaxpr, and the products in it."""
         jaxpr, consts = open_jaxpr(jaxpr)
         known: dict[Any, Any] = dict(zip(jaxpr.invars, causes, strict=True))
         for var in jaxpr.constvars if consts else ():
             known[var] = cause_of_input(var, "constant", "a constant")
-        products: list[PrecisionProduct] = []
+
+        def read(atom: Any) -> _Cause:
+            return _cause_of_literal(atom) if is_literal(atom) else known.get(atom)
+
+        products: _Products = []
         for equation in live_equations(jaxpr):
-            inputs = [
-                _cause_of_literal(x) if is_literal(x) else known.get(x)
-                for x in equation.invars
-            ]
+            inputs = list(map(read, equation.invars))
+            place = around.of(equation)
             if has_regions(equation):
-                outputs, inside = self._follow_regions(equation, inputs, enclosing)
+                outputs, inside = self._follow_regions(equation, inputs, place)
                 products += inside
             else:
-                cause = self._cause_of(equation, inputs, enclosing)
+                cause = self._cause_of(equation, inputs, place)
                 outputs = [cause if _has_wide(x) else None for x in equation.outvars]
                 if is_product(equation):
-                    products.append(self._product(equation, inputs, enclosing, cause))
+                    products.append(self._product(equation, inputs, place, cause))
             known.update(zip(equation.outvars, outputs, strict=True))
-        outvars: Any = jaxpr.outvars
-        return [None if is_literal(x) else known[x] for x in outvars], products
+        return list(map(read, jaxpr.outvars)), products
 
-    def _cause_of(
-        self, equation: Equation, inputs: _Causes, enclosing: Enclosing
-    ) -> PrecisionCause | None:
+    def _cause_of(self, equation: Equation, inputs: _Causes, place: Place) -> _Cause:
         """Return the cause of a float32 value that is computed from these."""
+        lines = place.lines
         if not is_product(equation) and _hides_products(equation):
-            place = f"{equation.primitive.name} {enclosing.lines_of(equation).user}"
-            self.notes[f"not looked into: {place.rstrip()}"] = None
+            hidden = f"not looked into: {equation.primitive.name} {lines.user}"
+            self.notes[hidden.rstrip()] = None
         read = equation.invars if is_product(equation) else []
         if not any(map(_has_wide, (*equation.outvars, *read))):
             return None
-        lines = enclosing.lines_of(equation)
         rank = self._ranks.setdefault((id(equation), lines), len(self._ranks))
         causes = [x for x in inputs if x is not None]
         # `jnp.zeros` is an array made of a number.
@@ -223,51 +225,42 @@ class Walk:
         return _first_of(causes, equation, lines.user, rank)
 
     def _product(
-        self,
-        equation: Equation,
-        inputs: _Causes,
-        enclosing: Enclosing,
-        cause: PrecisionCause | None,
+        self, equation: Equation, inputs: _Causes, place: Place, cause: _Cause
     ) -> PrecisionProduct:
-        lines = enclosing.lines_of(equation)
-        is_backward = enclosing.is_backward or is_transposed(equation)
         avals = [*operands(equation), equation.outvars[0].aval]
-        dtype = max(
-            (aval.dtype for aval in avals[:2]),
-            key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize),
-        )
-        causes = () if cause is None else (cause,)
+        dtypes = [aval.dtype for aval in avals[:2]]
+        dtype = max(dtypes, key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize))
+        found = [cause]
         if cause and cause.rank == NOT_YET:  # Then both operands must change.
-            both = dict.fromkeys(inputs[i] for i in operand_indices(equation))
-            causes = tuple(x for x in both if x is not None)
-        if is_backward:
-            causes = self._causes_by_lines.get(lines, causes)
+            found = dict.fromkeys(inputs[i] for i in operand_indices(equation))
+        causes = tuple(x for x in found if x is not None)
+        if place.is_backward:
+            causes = self._causes_by_lines.get(place.lines, causes)
         elif causes:
-            self._causes_by_lines.setdefault(lines, causes)
+            self._causes_by_lines.setdefault(place.lines, causes)
         return PrecisionProduct(
             equation.primitive.name,
             dtype.name,
             tuple(tuple(aval.shape) for aval in avals),
             flops_of(equation),
             count=1,
-            is_backward=is_backward,
-            line=lines.user,
+            is_backward=place.is_backward,
+            line=place.lines.user,
             causes=causes if _is_wide(dtype) else (),
         )
 
     def _follow_regions(
-        self, equation: Equation, inputs: _Causes, enclosing: Enclosing
-    ) -> tuple[_Causes, list[PrecisionProduct]]:
-        wiring, lines = wiring_of(equation), enclosing.lines_of(equation)
-        is_jit = equation.primitive.name == "jit"
-        is_backward = enclosing.is_backward or is_transposed(equation)
-        groups: dict[int, list[PrecisionProduct]] = {}
+        self, equation: Equation, inputs: _Causes, place: Place
+    ) -> tuple[_Causes, _Products]:
+        wiring = wiring_of(equation)
+        if equation.primitive.name == "jit":
+            is_in_jax = place.is_in_jax or is_function_of_jax(wiring.regions[0].jaxpr)
+            place = place._replace(is_in_jax=is_in_jax)
+        groups: dict[int, _Products] = {}
 
         def through(region: Region, causes: Any) -> _Causes:
-            is_in_jax = is_jit and is_function_of_jax(region.jaxpr)
-            inside = Enclosing(lines, enclosing.is_in_jax or is_in_jax, is_backward)
             # In a loop, the last visit is the one that knows most.
-            outputs, groups[id(region)] = self.follow(region.jaxpr, causes, inside)
+            outputs, groups[id(region)] = self.follow(region.jaxpr, causes, place)
             return outputs
 
         outputs = wiring.forward(inputs, through, _join).outputs
@@ -275,26 +268,26 @@ class Walk:
             costliest = max(groups, key=lambda x: sum(y.flops for y in groups[x]))
             for x in groups.keys() - {costliest}:
                 groups[x] = [each.times(0) for each in groups[x]]
-        products = [each for group in groups.values() for each in group]
         count = run_count(equation)
-        if count is None and products:
+        if count is None and any(groups.values()):
             self.notes["products in a `while` loop count for one iteration"] = None
-        return outputs, [each.times(1 if count is None else count) for each in products]
+        count = 1 if count is None else count
+        return outputs, [x.times(count) for group in groups.values() for x in group]
 
 
-def cause_of_input(var: Any, kind: str, name: str) -> PrecisionCause | None:
+def cause_of_input(var: Any, kind: str, name: str) -> _Cause:
     """Return the cause of an argument or a constant, or None if it is not float32."""
     return PrecisionCause(kind, name) if _has_wide(var) else None
 
 
-def _cause_of_literal(atom: Any) -> PrecisionCause | None:
+def _cause_of_literal(atom: Any) -> _Cause:
     # A Python number takes the dtype of what it meets: it is weakly typed.
     if not _has_wide(atom) or atom.aval.weak_type:
         return None
     return PrecisionCause("number", f"the number {np.asarray(atom.val).item():.7g}")
 
 
-def _join(causes: Sequence[PrecisionCause | None]) -> PrecisionCause | None:
+def _join(causes: Sequence[_Cause]) -> _Cause:
     """Return the cause of a value that may be any of several."""
     known = [cause for cause in causes if cause is not None]
     return min(known, key=lambda cause: cause.order, default=None)
@@ -323,7 +316,7 @@ def _first_of(
     return implicit[0]
 
 
-def _start(equation: Equation, lines: SourceLines, rank: int) -> PrecisionCause | None:
+def _start(equation: Equation, lines: SourceLines, rank: int) -> _Cause:
     """Return the cause of a float32 value that is computed from none."""
     var = equation.outvars[0]
     if not any(map(_has_narrow, equation.invars)):
@@ -333,19 +326,14 @@ def _start(equation: Equation, lines: SourceLines, rank: int) -> PrecisionCause 
     kind, text = "cast", f"a cast to {var.aval.dtype}"
     is_cast = equation.primitive.name == "convert_element_type"
     if is_product(equation):
-        kind, text = "result", f"a product {_meeting(equation)}"
+        a, b = (aval.dtype.name for aval in operands(equation))
+        met = f"of {a} with {b}" if a != b else f"with result {var.aval.dtype}"
+        kind, text = "result", f"a product {met}"
     # In the backward pass JAX knows only the lines of the forward pass.
     elif is_cast and not is_transposed(equation):
         kind = _PROMOTION if is_promotion(equation) else kind
         kind = _LAYER if lines.library else kind
     return PrecisionCause(kind, text, lines.user, rank)
-
-
-def _meeting(equation: Equation) -> str:
-    """Return why the result of a product of 16-bit operands is wide."""
-    a, b = (aval.dtype.name for aval in operands(equation))
-    result = equation.outvars[0].aval.dtype
-    return f"of {a} with {b}" if a != b else f"with result {result}"
 
 
 @functools.cache

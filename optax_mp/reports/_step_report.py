@@ -13,15 +13,11 @@ from optax_mp._take_step import bind_step
 from optax_mp.trees._descriptions import named_sharding
 from optax_mp.trees._tree import is_array, spell
 
-# Lines below a table with these words.
-_NOTES = {
-    "not proved": (
-        "not proved here: compared with XLA at its first step on a device of that kind"
-    ),
-    "groups of": (
-        "groups of n rows: these share column scales; the kernel takes other sizes"
-    ),
-}
+# Lines below a table in which their first words occur.
+_NOTES = (
+    "not proved here: compared with XLA at its first step on a device of that kind",
+    "groups of n rows: these share column scales; the kernel takes other sizes",
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class StepReport(Report):
             size = "x".join(map(str, shape))
             cells.append([f"{rows[0].path}{more}", dtype, size, tpu, gpu])
         told = " ".join(each.tpu + each.gpu for each in self.rows)
-        notes = [note for word, note in _NOTES.items() if word in told]
+        notes = [note for note in _NOTES if " ".join(note.split()[:2]) in told]
         return [Table(cells, left=5, width=56), *notes]
 
 
@@ -156,7 +152,8 @@ def step_report(
         return *bound, told if any(told) else placed
 
     leaves = tree_leaves_with_path(params)
-    counts = [_device_count(leaf) for _, leaf in leaves]
+    shardings = [getattr(x, "sharding", None) for _, x in leaves]
+    counts = [len(getattr(x, "device_set", ())) or 1 for x in shardings]
     decisions = explain_step(bind, (grads, opt_state, params), counts)
     rows = [
         StepRow(spell(path), leaf.dtype.name, leaf.shape, *on_each)
@@ -164,7 +161,3 @@ def step_report(
         for leaf in (x if is_array(x) else jnp.asarray(x),)  # a Python float
     ]
     return StepReport(tuple(rows))
-
-
-def _device_count(leaf: Any) -> int:
-    return len(getattr(getattr(leaf, "sharding", None), "device_set", ())) or 1
