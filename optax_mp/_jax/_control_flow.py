@@ -15,14 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from optax_mp._jax._jaxpr import (
-    AnyJaxpr,
-    Equation,
-    bind,
-    evaluate,
-    jaxprs_within,
-    trace_jaxpr,
-)
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, jaxprs_within
 
 T = TypeVar("T")
 # The call that is an optimizer's step; see `optax_mp.engine`.
@@ -256,9 +249,7 @@ def run_count(equation: Equation) -> int | None:
     return 1
 
 
-def _bind_same(
-    equation: Equation, inputs: Sequence[Any], new: Sequence[ClosedJaxpr]
-) -> Values:
+def _bind_same(equation: Equation, inputs: Sequence[Any], new: Sequence[Any]) -> Values:
     """Bind the same primitive: it keeps shardings, donation, names and policies."""
     regions = wiring_of(equation).regions
     new_of = {id(x.jaxpr): y for x, y in zip(regions, new, strict=True)}
@@ -276,16 +267,8 @@ def _bind_same(
 
 
 def _with_consts_as_inputs(closed: ClosedJaxpr) -> Jaxpr:
-    consts = closed.jaxpr.constvars
-    if not consts:
-        return closed.jaxpr
-
-    def run(*args: Any) -> list[Any]:
-        filled = ClosedJaxpr(closed.jaxpr, args[: len(consts)])
-        return evaluate(filled, args[len(consts) :])
-
-    avals = [var.aval for var in (*consts, *closed.jaxpr.invars)]
-    return trace_jaxpr(run, avals).jaxpr
+    jaxpr = closed.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def _manual_axes(params: dict[str, Any]) -> set[Any]:

@@ -189,8 +189,7 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
 
     if any(is_without_class(node) for _, node in nodes_of(opt_state)):
         raise ValueError(
-            f"{caller}: expected the states in `opt_state` as the optimizer made them, "
-            f"got a {type(opt_state).__name__} in which one has lost its class; "
-            "restore the checkpoint into `tx.init(params)`, and pass an "
-            "`nnx.Optimizer` itself."
+            f"{caller}: expected `opt_state` as the optimizer made it, got a "
+            f"{type(opt_state).__name__} in which a state has lost its class; restore "
+            "the checkpoint into `tx.init(params)`, and pass an `nnx.Optimizer` itself."
         )
