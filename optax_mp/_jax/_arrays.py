@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from optax_mp._jax._contact import varies_by_rank, varying_axes
+from optax_mp._jax._contact import varying_axes
 
 # The names of the mesh axes that one axis of an array is sharded over.
 MeshAxes = tuple[str, ...]
@@ -81,7 +81,7 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
     """Return the sharding in the type of an array, or None if it says nothing."""
     mesh = mesh_in_type(x)
     # Inside of shard_map the type has the sharding of the whole array.
-    if not mesh.explicit_axes or varies_by_rank(x):
+    if not mesh.explicit_axes or varying_axes(x):
         return None
     # Types must name all axes that arrays are sharded over.
     hidden = [n for axis, n in mesh.shape.items() if axis not in mesh.explicit_axes]

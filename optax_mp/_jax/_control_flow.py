@@ -161,7 +161,13 @@ def wiring_of(equation: Equation) -> Wiring:
     params, name = equation.params, equation.primitive.name
     inputs, outputs = range(len(equation.invars)), range(len(equation.outvars))
     if name == "while":
-        return _wire_while(equation)
+        # Inputs are the constants of the condition, those of the body, and the carry.
+        count = params["cond_nconsts"]
+        carried = inputs[count + params["body_nconsts"] :]
+        condition = Region(params["cond_jaxpr"], (*inputs[:count], *carried), (None,))
+        body = Region(params["body_jaxpr"], (*inputs[count:],), (*outputs,))
+        carry = tuple(zip(outputs, carried, strict=True))
+        return Wiring(equation, (condition, body), carry, repeats=True)
     if name == "cond":
         branches = [Region(x, (*inputs[1:],), (*outputs,)) for x in params["branches"]]
         return Wiring(equation, tuple(branches), deciding=(0,))
@@ -175,23 +181,6 @@ def wiring_of(equation: Equation) -> Wiring:
         consts, carried = map(len, params["ft_in"].unpack()[:2])
     carry = tuple((i, consts + i) for i in range(carried))
     return Wiring(equation, regions, carry, repeats=True, summed=(*range(consts),))
-
-
-def _wire_while(equation: Equation) -> Wiring:
-    params = equation.params
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    condition_count = params["cond_nconsts"]
-    start = condition_count + params["body_nconsts"]
-    carried = range(start, len(equation.invars))
-    outputs = range(len(equation.outvars))
-    # Inputs are the constants of the condition, the constants of the body, and the
-    # carry.
-    regions = (
-        Region(condition, (*range(condition_count), *carried), (None,)),
-        Region(body, (*range(condition_count, start), *carried), (*outputs,)),
-    )
-    carry = tuple(zip(outputs, carried, strict=True))
-    return Wiring(equation, regions, carry, repeats=True)
 
 
 def can_convert(equation: Equation) -> bool:

@@ -214,8 +214,6 @@ def live_equations(jaxpr: Jaxpr) -> list[Equation]:
     return live[::-1]
 
 
-PyTree = Any
-
 # Raised by a function that looks at the numbers of its arrays.
 NOT_TRACEABLE = ConcretizationTypeError, TracerArrayConversionError
 
@@ -262,7 +260,7 @@ class TracedCall:
     def of(
         cls,
         function: Callable[[Any], Any],
-        argument: PyTree,
+        argument: Any,
         is_input: Callable[[Any], bool] = is_dynamic,
         jit_name: str | None = None,
     ) -> "TracedCall":

@@ -23,7 +23,7 @@ from optax_mp._jax._arrays import (
     place_like,
     spec_in_type,
 )
-from optax_mp._jax._contact import is_traced_by_jit, varies_by_rank
+from optax_mp._jax._contact import is_traced_by_jit, varying_axes
 from optax_mp._jax._dataflow import asked_shardings
 from optax_mp._jax._jaxpr import TracedCall
 from optax_mp.trees._boxes import Divides
@@ -57,7 +57,7 @@ def _can_follow(leaf: Any, param: Any) -> bool:
     is_number = jnp.issubdtype(leaf.dtype, jnp.number)
     # With explicit sharding zeros already have the sharding of their param.
     has_same_spec = spec_in_type(leaf) == spec_in_type(param)
-    return is_number and param.ndim > 0 and has_same_spec and not varies_by_rank(param)
+    return is_number and param.ndim > 0 and has_same_spec and not varying_axes(param)
 
 
 def divides_names(box: Any) -> Divides:

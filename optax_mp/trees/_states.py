@@ -58,11 +58,9 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
 def nodes_of(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield each node of a tree that is no leaf, with its path, outermost first."""
-    children = one_level(tree)
-    is_leaf = bool(children) and not children[0][0]
-    if not is_leaf:
+    if not all_leaves([tree]):
         yield path, tree
-        for key, child in children:
+        for key, child in one_level(tree):
             yield from nodes_of(child, (*path, *key))
 
 
