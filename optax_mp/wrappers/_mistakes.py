@@ -125,12 +125,9 @@ def check_whole_number(argument: str, value: Any, least: int = 1) -> int:
 
 def check_bool(argument: str, value: Any) -> bool:
     """Return an argument that must be True or False, or raise."""
-    caller, _, name = argument.partition(": ")
+    caller, _, own = argument.partition(": ")
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(
-            f"{caller}: expected {name} to be True or False, got {value!r}; leave it "
-            "out for the default."
-        )
+        raise TypeError(f"{caller}: expected {own} to be True or False, got {value!r}.")
     return bool(value)
 
 
