@@ -233,7 +233,8 @@ def or_no_change(update: Any, param: Any) -> Any:
     """
     if update is not None and getattr(update, "dtype", None) != jax.dtypes.float0:
         return update
-    if not is_array(param) or jnp.issubdtype(param.dtype, jax.dtypes.extended):
+    kinds = jnp.number, jnp.bool_
+    if not (is_array(param) and any(jnp.issubdtype(param.dtype, x) for x in kinds)):
         return update
     # Negative, because 0.0 would change a param of -0.0. Integers have one zero only.
     return jnp.full(param.shape, -0.0 if is_inexact(param) else 0, param.dtype)
@@ -254,8 +255,8 @@ def update_inner(
         proceed = context_of(extra_args).proceed
         updates, new = inner.update(grads, state, params, **without_context(extra_args))
     except Exception as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        module = frame.f_globals.get("__name__", "")
+        frames = traceback.walk_tb(error.__traceback__)
+        *_, module = (x.f_globals.get("__name__", "") for x, _ in frames)
         # An error of this package says what is wrong already.
         if params is None or module.startswith("optax_mp."):
             raise
