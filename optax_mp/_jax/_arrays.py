@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from optax_mp._jax._contact import varies_by_rank, varying_axes
+from optax_mp._jax._contact import varying_axes
 
 # The names of the mesh axes that one axis of an array is sharded over.
 MeshAxes = tuple[str, ...]
@@ -23,7 +23,6 @@ HOST_KIND = "pinned_host"
 # True if types of this JAX have a memory, and JAX moves arrays between. Versions before
 # cannot run such programs on CPUs, so they were not tested.
 KNOWS_MEMORIES = jax.__version_info__ >= (0, 10)
-_HOST = jax.memory.Space.Host if KNOWS_MEMORIES else None
 
 
 def is_array(leaf: Any) -> bool:
@@ -82,7 +81,7 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
     """Return the sharding in the type of an array, or None if it says nothing."""
     mesh = mesh_in_type(x)
     # Inside of shard_map the type has the sharding of the whole array.
-    if not mesh.explicit_axes or varies_by_rank(x):
+    if not mesh.explicit_axes or varying_axes(x):
         return None
     # Types must name all axes that arrays are sharded over.
     hidden = [n for axis, n in mesh.shape.items() if axis not in mesh.explicit_axes]
@@ -107,8 +106,8 @@ def kinds_of_memory(device: Any) -> list[str]:
 
 def is_on_host(x: Any) -> bool:
     """Return whether an array, or a described one, is in host memory."""
-    is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-    return KNOWS_MEMORIES and is_array and jax.typeof(x).memory_space == _HOST
+    is_array = KNOWS_MEMORIES and isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    return is_array and jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def is_stored_on_host(x: Any) -> bool:
@@ -137,9 +136,7 @@ def bytes_on_device(aval: Any) -> int:
 
 def to_host(x: jax.Array) -> jax.Array:
     """Return an array in host memory, sharded as before."""
-    if is_traced(x):
-        return jax.device_put(x, jax.memory.Space.Host)
-    return jax.device_put(x, x.sharding.with_memory_kind(HOST_KIND))
+    return jax.device_put(x, jax.memory.Space.Host)
 
 
 def with_explicit_memory_kind(x: jax.Array) -> jax.Array:
@@ -153,16 +150,13 @@ def with_explicit_memory_kind(x: jax.Array) -> jax.Array:
     if not isinstance(x.sharding, SingleDeviceSharding):
         return x
     mesh = Mesh(list(x.devices()), ("device",))
-    return jax.device_put(
-        x, NamedSharding(mesh, PartitionSpec(), memory_kind=HOST_KIND)
-    )
+    sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST_KIND)
+    return jax.device_put(x, sharding)
 
 
 def to_device(x: jax.Array) -> jax.Array:
     """Return an array in the memory of its device, sharded as before."""
-    if is_traced(x):
-        return jax.device_put(x, jax.memory.Space.Device)
-    return jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return jax.device_put(x, jax.memory.Space.Device)
 
 
 def to_device_tree(tree: Any) -> Any:

@@ -167,11 +167,6 @@ def varying_axes(x: Any) -> frozenset[Any]:
     return frozenset().union(*(getattr(x, "varying", x) for x in axes))
 
 
-def varies_by_rank(x: Any) -> bool:
-    """Return whether `x` differs from rank to rank under shard_map, by its type."""
-    return bool(varying_axes(x))
-
-
 def result_like(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Return the description of a kernel's result: the type of a value, and a shape."""
     return jax.ShapeDtypeStruct(shape, aval.dtype, **_varying(aval))

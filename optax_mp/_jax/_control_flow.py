@@ -15,14 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from optax_mp._jax._jaxpr import (
-    AnyJaxpr,
-    Equation,
-    bind,
-    evaluate,
-    jaxprs_within,
-    trace_jaxpr,
-)
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, jaxprs_within
 
 T = TypeVar("T")
 # The call that is an optimizer's step; see `optax_mp.engine`.
@@ -171,7 +164,13 @@ def wiring_of(equation: Equation) -> Wiring:
     params, name = equation.params, equation.primitive.name
     inputs, outputs = range(len(equation.invars)), range(len(equation.outvars))
     if name == "while":
-        return _wire_while(equation)
+        # Inputs are the constants of the condition, those of the body, and the carry.
+        count = params["cond_nconsts"]
+        carried = inputs[count + params["body_nconsts"] :]
+        condition = Region(params["cond_jaxpr"], (*inputs[:count], *carried), (None,))
+        body = Region(params["body_jaxpr"], (*inputs[count:],), (*outputs,))
+        carry = tuple(zip(outputs, carried, strict=True))
+        return Wiring(equation, (condition, body), carry, repeats=True)
     if name == "cond":
         branches = [Region(x, (*inputs[1:],), (*outputs,)) for x in params["branches"]]
         return Wiring(equation, tuple(branches), deciding=(0,))
@@ -185,23 +184,6 @@ def wiring_of(equation: Equation) -> Wiring:
         consts, carried = map(len, params["ft_in"].unpack()[:2])
     carry = tuple((i, consts + i) for i in range(carried))
     return Wiring(equation, regions, carry, repeats=True, summed=(*range(consts),))
-
-
-def _wire_while(equation: Equation) -> Wiring:
-    params = equation.params
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    condition_count = params["cond_nconsts"]
-    start = condition_count + params["body_nconsts"]
-    carried = range(start, len(equation.invars))
-    outputs = range(len(equation.outvars))
-    # Inputs are the constants of the condition, the constants of the body, and the
-    # carry.
-    regions = (
-        Region(condition, (*range(condition_count), *carried), (None,)),
-        Region(body, (*range(condition_count, start), *carried), (*outputs,)),
-    )
-    carry = tuple(zip(outputs, carried, strict=True))
-    return Wiring(equation, regions, carry, repeats=True)
 
 
 def can_convert(equation: Equation) -> bool:
@@ -259,9 +241,7 @@ def run_count(equation: Equation) -> int | None:
     return 1
 
 
-def _bind_same(
-    equation: Equation, inputs: Sequence[Any], new: Sequence[ClosedJaxpr]
-) -> Values:
+def _bind_same(equation: Equation, inputs: Sequence[Any], new: Sequence[Any]) -> Values:
     """Bind the same primitive: it keeps shardings, donation, names and policies."""
     regions = wiring_of(equation).regions
     new_of = {id(x.jaxpr): y for x, y in zip(regions, new, strict=True)}
@@ -279,16 +259,8 @@ def _bind_same(
 
 
 def _with_consts_as_inputs(closed: ClosedJaxpr) -> Jaxpr:
-    consts = closed.jaxpr.constvars
-    if not consts:
-        return closed.jaxpr
-
-    def run(*args: Any) -> list[Any]:
-        filled = ClosedJaxpr(closed.jaxpr, args[: len(consts)])
-        return evaluate(filled, args[len(consts) :])
-
-    avals = [var.aval for var in (*consts, *closed.jaxpr.invars)]
-    return trace_jaxpr(run, avals).jaxpr
+    jaxpr = closed.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def _manual_axes(params: dict[str, Any]) -> set[Any]:

@@ -54,9 +54,7 @@ def follow(
     return list(map(read, jaxpr.outvars))
 
 
-def depending_outputs(
-    jaxpr: AnyJaxpr, inputs: Sequence[bool] | None = None
-) -> list[bool]:
+def depending_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool] = ()) -> list[bool]:
     """Return which outputs of `jaxpr` depend on its inputs.
 
     An output depends on the values it is computed from, also on the index of a branch
@@ -66,9 +64,8 @@ def depending_outputs(
         jaxpr: the jaxpr.
         inputs: for each input, whether to follow it; by default, all.
     """
-    if inputs is None:
-        inputs = [True] * len(open_jaxpr(jaxpr)[0].invars)
-    own = [Origin(frozenset({0}) if x else _NONE) for x in inputs]
+    followed = inputs or [True] * len(open_jaxpr(jaxpr)[0].invars)
+    own = [Origin(frozenset({0}) if x else _NONE) for x in followed]
     return [bool(x.groups) for x in origins(jaxpr, own)]
 
 
@@ -220,9 +217,8 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     union = union_of(inputs)
     if name in JOINS:
         return [union._replace(concatenated=union.copied)]
-    result = union._replace(
-        copied=_NONE, concatenated=_NONE, terms=_terms(name, inputs)
-    )
+    terms = _terms(name, inputs)
+    result = union._replace(copied=_NONE, concatenated=_NONE, terms=terms)
     if name in _ROOTS and not _is_integer(equation.invars[-1]):
         return [result._replace(rooted=result.rooted | inputs[0].terms)]
     if is_product(equation):

@@ -5,14 +5,7 @@ inside.
 """
 
 import contextlib
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -22,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
+from jax.errors import ConcretizationTypeError, TracerArrayConversionError
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.extend.core import primitives as _primitives
@@ -36,9 +30,8 @@ Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
 def jaxprs_within(equation: Equation) -> list[AnyJaxpr]:
     """Return all jaxprs among the parameters of an equation, whatever their use."""
-    groups = [
-        x if isinstance(x, tuple | list) else (x,) for x in equation.params.values()
-    ]
+    params = equation.params.values()
+    groups = [x if isinstance(x, tuple | list) else (x,) for x in params]
     return [x for x in chain(*groups) if isinstance(x, Jaxpr | ClosedJaxpr)]
 
 
@@ -134,23 +127,20 @@ def run_equations(
         values: what is known.
         run: returns the outputs of an equation, from the equation and its inputs.
     """
-    with Location() as location:
+    with locations() as located:
         for equation, atoms, outputs in equations:
             # Not in a function: this runs for every equation of every traced step.
-            inputs = [
-                atom.val if isinstance(atom, Literal) else values[atom]
-                for atom in atoms
-            ]
-            with location.of(equation):
+            inputs = [x.val if isinstance(x, Literal) else values[x] for x in atoms]
+            with located(equation):
                 made = run(equation, inputs)
             values.update(zip(outputs, made, strict=True))
 
 
-def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]:
+def groups_with_common(members: Sequence[Iterable[Any]]) -> list[list[int]]:
     """Return groups of indices: sets with a common member are in one group."""
     groups: dict[int, list[int]] = {}
-    all_of: dict[int, set[Hashable]] = {}
-    group_of: dict[Hashable, int] = {}
+    all_of: dict[int, set[Any]] = {}
+    group_of: dict[Any, int] = {}
     for i, own in enumerate(members):
         places, together = [i], set(own)
         for group in sorted({group_of[x] for x in together if x in group_of}):
@@ -161,38 +151,31 @@ def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]
     return list(groups.values())
 
 
-class Location:
-    """The named scopes, source line and configuration of one equation after another.
+@contextlib.contextmanager
+def locations() -> Iterator[Callable[[Equation], Any]]:
+    """Yield a function from an equation to a context with its names and source line.
 
     Entering all of JAX's contexts for each equation takes a fifth of the time of
     tracing. So the configuration, which hardly ever changes, stays entered from one
     equation to the next, and the names are joined once per scope.
     """
+    outer = source_info_util.current_name_stack()
+    configuration = inner = names = None
 
-    def __init__(self) -> None:
-        self._outer = source_info_util.current_name_stack()
-        self._configured = contextlib.ExitStack()
-        self._configuration: Any = None
-        self._inner: Any = None
-        self._names: Any = None
-
-    def __enter__(self) -> "Location":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._configured.__exit__(*error)
-
-    def of(self, equation: Equation) -> Any:
-        """Return a context with the names and the source line of an equation."""
-        if equation.ctx is not self._configuration:
-            self._configured.close()
-            self._configured.enter_context(equation.ctx.manager)
-            self._configuration = equation.ctx
+    def located(equation: Equation) -> Any:
+        nonlocal configuration, inner, names
+        if equation.ctx is not configuration:
+            configured.close()
+            configured.enter_context(equation.ctx.manager)
+            configuration = equation.ctx
         source = equation.source_info
-        if source.name_stack is not self._inner:
-            self._inner = source.name_stack
-            self._names = self._outer + self._inner
-        return source_info_util.user_context(source.traceback, name_stack=self._names)
+        if source.name_stack is not inner:
+            inner = source.name_stack
+            names = outer + inner
+        return source_info_util.user_context(source.traceback, name_stack=names)
+
+    with contextlib.ExitStack() as configured:
+        yield located
 
 
 def trace_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
@@ -231,13 +214,8 @@ def live_equations(jaxpr: Jaxpr) -> list[Equation]:
     return live[::-1]
 
 
-PyTree = Any
-
 # Raised by a function that looks at the numbers of its arrays.
-NOT_TRACEABLE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-)
+NOT_TRACEABLE = ConcretizationTypeError, TracerArrayConversionError
 
 
 def is_dynamic(leaf: Any) -> bool:
@@ -282,7 +260,7 @@ class TracedCall:
     def of(
         cls,
         function: Callable[[Any], Any],
-        argument: PyTree,
+        argument: Any,
         is_input: Callable[[Any], bool] = is_dynamic,
         jit_name: str | None = None,
     ) -> "TracedCall":
@@ -301,17 +279,13 @@ class TracedCall:
 
         def flat_function(arrays: list[Any]) -> list[Any]:
             nonlocal outputs, treedef
-            filled = list(leaves)
-            for i, array in zip(places, arrays, strict=True):
-                filled[i] = array
-            result = function(argument_def.unflatten(filled))
-            returned, treedef = jax.tree.flatten(result)
+            given = dict(zip(places, arrays, strict=True))
+            filled = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+            made, treedef = jax.tree.flatten(function(argument_def.unflatten(filled)))
             # Not the tracers themselves: they must not outlive the trace.
-            outputs = [
-                _OutputArray(x.shape, x.dtype) if is_dynamic(x) else x for x in returned
-            ]
-            pairs = zip(returned, outputs, strict=True)
-            return [x for x, output in pairs if isinstance(output, _OutputArray)]
+            outputs = [_Output(x.shape, x.dtype) if is_dynamic(x) else x for x in made]
+            pairs = zip(made, outputs, strict=True)
+            return [x for x, output in pairs if isinstance(output, _Output)]
 
         traced: Any = flat_function
         if jit_name is not None:
@@ -333,9 +307,7 @@ class TracedCall:
     def unflatten(self, values: Sequence[Any]) -> Any:
         """Return what the function returned, with `values` for its arrays."""
         arrays = iter(values)
-        leaves = [
-            next(arrays) if isinstance(x, _OutputArray) else x for x in self.outputs
-        ]
+        leaves = [next(arrays) if isinstance(x, _Output) else x for x in self.outputs]
         return self.treedef.unflatten(leaves)
 
     def unflatten_outputs(self) -> Any:
@@ -363,10 +335,10 @@ def explain_carry_error(caller: str) -> Iterator[None]:
         raise
 
 
-class _OutputArray(jax.ShapeDtypeStruct):
+class _Output(jax.ShapeDtypeStruct):
     """Stands for an array among the outputs."""
 
 
 def is_output(leaf: Any) -> bool:
     """Return whether a leaf of `TracedCall.outputs` stands for an array."""
-    return isinstance(leaf, _OutputArray)
+    return isinstance(leaf, _Output)

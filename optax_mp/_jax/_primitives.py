@@ -12,21 +12,21 @@ import math
 from typing import Any
 
 # A primitive of this package is defined with these.
-from jax.extend.core import Primitive as Primitive
-from jax.extend.mlir import ir as ir
-from jax.interpreters import ad as ad
-from jax.interpreters import batching as batching
-from jax.interpreters import mlir as mlir
+from jax.extend.core import Primitive  # noqa: F401
+from jax.extend.mlir import ir  # noqa: F401
+from jax.interpreters import ad, batching, mlir  # noqa: F401
 
 from optax_mp._jax._jaxpr import Equation
 
-# The kinds of primitives; one primitive may be of several.
+# The kinds of primitives.
 #
 # - elementwise: an element of the output depends on those at its place in the inputs.
 # - compares: elementwise, from floats to bools.
 # - moves: the output consists of entries of the first input, perhaps rounded.
+# - casts: moves, and is elementwise.
 # - repeats: moves all of them, unchanged, perhaps several times.
-# - hands_on: each output is the input at its place.
+# - copies: repeats, and is elementwise.
+# - hands_on: repeats; each output is the input at its place.
 # - joins: puts entries of several inputs into one array.
 # - product, factors: a matrix product or convolution of dense operands; a factorization
 #   or a solver of linear equations.
@@ -46,68 +46,64 @@ from optax_mp._jax._jaxpr import Equation
 # A star: kernels compute it on every platform, and so it may be part of the elementwise
 # end of a step. Mosaic may refuse others only when the whole program is compiled.
 _TABLE = """
-elementwise           f32         always  exp* exp2* rsqrt* cosh
-elementwise           f32         keeps   expm1* log1p* sinh asinh atan
-elementwise           f32         -       log* log2 pow* tan asin acos atan2 acosh atanh
-elementwise           f32         -       erf_inv lgamma digamma polygamma igamma
-elementwise           f32         -       igammac
-elementwise           f32_if_f16  always  square*
-elementwise           f32_if_f16  -       integer_pow* one_minus_square
-elementwise           widest      always  abs* sqrt* logistic* erfc
-elementwise           widest      keeps   add* add_any mul* div* rem* min* sign* cbrt
-elementwise           widest      keeps   tanh* erf floor* ceil* round*
-elementwise           widest      -       sub* neg* max* sin cos select_n* clamp*
-elementwise           widest      -       is_finite*
-elementwise,compares  widest      -       eq* ne* lt* le* gt* ge* eq_to lt_to le_to
-elementwise           -           -       and* or* not* xor* shift_left* nextafter*
-elementwise           -           -       shift_right_logical* shift_right_arithmetic*
-elementwise           -           -       bitcast_convert_type*
-elementwise,moves     -           keeps   convert_element_type* reduce_precision*
-elementwise,repeats   widest      keeps   copy* stop_gradient* name pvary* pcast*
-elementwise,repeats   widest      keeps   pbroadcast
-repeats               widest      keeps   broadcast_in_dim reshape transpose squeeze rev
-repeats               widest      keeps   tile reshard device_put sharding_constraint
-repeats,hands_on      own         keeps   optimization_barrier optax_mp_place_like
-moves                 widest      keeps   slice dynamic_slice split pad
-moves                 widest      -       gather
-joins                 widest      keeps   concatenate dynamic_update_slice
-joins                 -           -       scatter
-product               low         keeps   dot_general
-product               low         -       conv_general_dilated ragged_dot_general
-factors               -           -       cholesky eig eigh lu qr svd triangular_solve
-factors               -           -       schur householder_product geqrf geqp3
--                     f32         keeps   reduce_sum reduce_prod cumsum cumprod
--                     f32         keeps   reduce_window_sum
--                     f32         -       cumlogsumexp
--                     widest      keeps   reduce_max reduce_min cummax cummin psum
--                     widest      keeps   psum_invariant pmax pmin ppermute all_to_all
--                     widest      keeps   reduce_scatter all_gather all_gather_invariant
--                     widest      -       reduce_window_max reduce_window_min argmax
--                     widest      -       argmin top_k real
--                     own         -       sort
--                     -           always  iota
+elementwise  f32         always  exp* exp2* rsqrt* cosh
+elementwise  f32         keeps   expm1* log1p* sinh asinh atan
+elementwise  f32         -       log* log2 pow* tan asin acos atan2 acosh atanh erf_inv
+elementwise  f32         -       lgamma digamma polygamma igamma igammac
+elementwise  f32_if_f16  always  square*
+elementwise  f32_if_f16  -       integer_pow* one_minus_square
+elementwise  widest      always  abs* sqrt* logistic* erfc
+elementwise  widest      keeps   add* add_any mul* div* rem* min* sign* cbrt tanh* erf
+elementwise  widest      keeps   floor* ceil* round*
+elementwise  widest      -       sub* neg* max* sin cos select_n* clamp* is_finite*
+compares     widest      -       eq* ne* lt* le* gt* ge* eq_to lt_to le_to
+elementwise  -           -       and* or* not* xor* shift_left* nextafter*
+elementwise  -           -       shift_right_logical* shift_right_arithmetic*
+elementwise  -           -       bitcast_convert_type*
+casts        -           keeps   convert_element_type* reduce_precision*
+copies       widest      keeps   copy* stop_gradient* name pvary* pcast* pbroadcast
+repeats      widest      keeps   broadcast_in_dim reshape transpose squeeze rev tile
+repeats      widest      keeps   reshard device_put sharding_constraint
+hands_on     own         keeps   optimization_barrier optax_mp_place_like
+moves        widest      keeps   slice dynamic_slice split pad
+moves        widest      -       gather
+joins        widest      keeps   concatenate dynamic_update_slice
+joins        -           -       scatter
+product      low         keeps   dot_general
+product      low         -       conv_general_dilated ragged_dot_general
+factors      -           -       cholesky eig eigh lu qr svd triangular_solve schur
+factors      -           -       householder_product geqrf geqp3
+-            f32         keeps   reduce_sum reduce_prod cumsum cumprod reduce_window_sum
+-            f32         -       cumlogsumexp
+-            widest      keeps   reduce_max reduce_min cummax cummin psum psum_invariant
+-            widest      keeps   pmax pmin ppermute all_to_all reduce_scatter all_gather
+-            widest      keeps   all_gather_invariant
+-            widest      -       reduce_window_max reduce_window_min argmax argmin top_k
+-            widest      -       real
+-            own         -       sort
+-            -           always  iota
 """
 
 _ROWS = [line.replace("*", "").split() for line in _TABLE.strip().splitlines()]
 
 
-def _with(word: str, column: int = 0) -> frozenset[str]:
+def _with(*words: str, column: int = 0) -> frozenset[str]:
     """Return the primitives with a word in a column; by default, for their kind."""
-    rows = (row for row in _ROWS if word in row[column].split(","))
+    rows = (row for row in _ROWS if row[column] in words)
     return frozenset(name for row in rows for name in row[3:])
 
 
-ELEMENTWISE, COMPARISONS = _with("elementwise"), _with("compares")
+COMPARISONS, HANDS_ON = _with("compares"), _with("hands_on")
+ELEMENTWISE = _with("elementwise", "casts", "copies") | COMPARISONS
 IN_KERNELS = frozenset(word[:-1] for word in _TABLE.split() if word[-1] == "*")
-REPEATS, HANDS_ON = _with("repeats"), _with("hands_on")
-MOVES = _with("moves") | REPEATS
+REPEATS = _with("repeats", "copies") | HANDS_ON
+MOVES = _with("moves", "casts") | REPEATS
 JOINS, PRODUCTS, FACTORIZATIONS = map(_with, ("joins", "product", "factors"))
-NEVER_NEGATIVE, KEEPS_SIGN = _with("always", 2), _with("keeps", 2)
+NEVER_NEGATIVE, KEEPS_SIGN = _with("always", column=2), _with("keeps", column=2)
 # How amp treats a primitive by default. Those not listed run as written.
 AMP_WORDS = {name: row[1] for row in _ROWS if row[1] != "-" for name in row[3:]}
 
 
-_CONVOLUTION = "conv_general_dilated"
 _SPARSE = ("bcoo_dot_general", "bcsr_dot_general")
 
 
@@ -131,7 +127,7 @@ def operands(equation: Equation) -> list[Any]:
 
 def flops_of(equation: Equation) -> int:
     """Return the FLOPs of a product, run once."""
-    if equation.primitive.name == _CONVOLUTION:
+    if equation.primitive.name == "conv_general_dilated":
         return _convolution_flops(equation)
     left, right = operands(equation)
     numbers, groups = equation.params.get("dimension_numbers"), ()

@@ -33,8 +33,7 @@ def scopes(equation: Equation) -> str:
 
 def source_line(equation: Equation) -> str:
     """Return the line that an equation comes from, such as `model.py:12`, or `""`."""
-    lines = source_lines(equation)
-    return lines.user or lines.library
+    return source_lines(equation).user
 
 
 def function_of(equation: Equation) -> str:
@@ -54,7 +53,8 @@ class SourceLines(NamedTuple):
     """The lines that an equation comes from; `""` if one is unknown.
 
     Attributes:
-        user: the innermost line outside of JAX and of libraries of layers.
+        user: the innermost line outside of JAX and of libraries of layers; if there is
+            none, the library's.
         library: the innermost line outside of JAX, if a library of layers has it.
     """
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from optax_mp._jax._control_flow import STEP
 from optax_mp._jax._experimental import bind_outlined, is_outlined, outlined_here
-from optax_mp._jax._jaxpr import Equation, Location, bind, is_shaped
+from optax_mp._jax._jaxpr import Equation, bind, is_shaped, locations
 from optax_mp.engine._by_platform import Target
 from optax_mp.engine._program import (
     Program,
@@ -82,12 +82,12 @@ def _compute(targets: Sequence[Value], values: dict[Value, Any], done: Any) -> N
         if done is not None and x in values and _is_large(x, jnp.floating)
     }
     waiting = ChainMap(late, values)
-    with Location() as location:
+    with locations() as located:
         for node in nodes:
             run, given = bind, waiting
             if node in outlined:
                 run, given = bind_outlined, values
-            with location.of(node.equation):
+            with located(node.equation):
                 made = run(node.equation, read_inputs(given, node))
             values.update(zip(node.outputs, made, strict=True))
 

@@ -27,7 +27,7 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path, tree_map_w
 from jax.typing import ArrayLike
 
 from optax_mp._dtypes import at_least_float32, bits, difference
-from optax_mp._jax._contact import varies_by_rank
+from optax_mp._jax._contact import varying_axes
 from optax_mp._warnings import warn
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.trees._leaves import Leaves, is_absent
@@ -117,7 +117,7 @@ def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
         return True
     # Under shard_map a rank sees only its own part of such gradients, and values that
     # are equal on all ranks must not depend on that part.
-    if any(map(varies_by_rank, leaves)):
+    if any(map(varying_axes, leaves)):
         return True
     return ~all_true([_is_negative_zero(leaf) for leaf in leaves])
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, SequenceKey, all_leaves, tree_flatten_with_path
 
-from optax_mp.trees._tree import PyTree, is_array
+from optax_mp.trees._tree import PyTree
 
 # Decides whether an axis of a new length keeps its name, if that means a mesh axis.
 Divides = Callable[[Any, int], bool]
@@ -26,13 +26,10 @@ Divides = Callable[[Any, int], bool]
 
 def is_box(node: Any) -> bool:
     """Return whether `node` is a box around one leaf."""
-    if node is None or isinstance(node, dict | list | tuple):
-        return False
-    # A box of NNX has the `dtype` and `shape` of its array.
-    if is_array(node) and all_leaves([node]):
+    if isinstance(node, dict | list | tuple) or all_leaves([node]):
         return False
     children = one_level(node)
-    if len(children) != 1 or not children[0][0]:
+    if len(children) != 1:
         return False
     (key,), child = children[0]
     return not isinstance(key, DictKey | SequenceKey) and all_leaves([child])

@@ -23,7 +23,7 @@ from optax_mp._jax._arrays import (
     place_like,
     spec_in_type,
 )
-from optax_mp._jax._contact import is_traced_by_jit, varies_by_rank
+from optax_mp._jax._contact import is_traced_by_jit, varying_axes
 from optax_mp._jax._dataflow import asked_shardings
 from optax_mp._jax._jaxpr import TracedCall
 from optax_mp.trees._boxes import Divides
@@ -57,7 +57,7 @@ def _can_follow(leaf: Any, param: Any) -> bool:
     is_number = jnp.issubdtype(leaf.dtype, jnp.number)
     # With explicit sharding zeros already have the sharding of their param.
     has_same_spec = spec_in_type(leaf) == spec_in_type(param)
-    return is_number and param.ndim > 0 and has_same_spec and not varies_by_rank(param)
+    return is_number and param.ndim > 0 and has_same_spec and not varying_axes(param)
 
 
 def divides_names(box: Any) -> Divides:
@@ -128,10 +128,9 @@ def follow(
     more = len(shape) - len(param)
     entries = [None] * more + entries_of(sharding.spec, len(param)) if more >= 0 else []
     own = sharding.update(spec=PartitionSpec(*entries))
-    for axis in range(len(entries)):
-        if not fits_blocks(own, axis, shape[axis], 1):
-            entries[axis] = None
-    return sharding.update(spec=PartitionSpec(*entries))
+    fits = [fits_blocks(own, axis, shape[axis], 1) for axis in range(len(entries))]
+    kept = [x if fit else None for x, fit in zip(entries, fits, strict=True)]
+    return sharding.update(spec=PartitionSpec(*kept))
 
 
 def fill_spec(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
@@ -174,8 +173,7 @@ def spread_shardings(
     for leaf in leaves:
         if not isinstance(leaf, Sharding):
             raise TypeError(
-                f"{caller}: expected `param_shardings` to hold shardings, such as a "
-                f"`jax.sharding.NamedSharding`, got {leaf!r}; pass "
-                "`jax.tree.map(lambda p: p.sharding, params)`."
+                f"{caller}: expected `param_shardings` to hold shardings, got {leaf!r};"
+                " pass `jax.tree.map(lambda p: p.sharding, params)`."
             )
     return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]

@@ -13,6 +13,7 @@ import jax
 import optax
 from jax.tree_util import DictKey, SequenceKey, all_leaves, tree_flatten_with_path
 
+from optax_mp._jax._arrays import describe, is_array
 from optax_mp.trees._boxes import (
     content_of,
     flatten_slots,
@@ -21,14 +22,7 @@ from optax_mp.trees._boxes import (
     put,
     put_resized,
 )
-from optax_mp.trees._tree import (
-    PyTree,
-    as_array,
-    describe,
-    is_array,
-    is_floating,
-    spell,
-)
+from optax_mp.trees._tree import PyTree, as_array, is_floating, spell
 
 # The types of nodes that stand for nothing, and the keys of dicts and sequences.
 ABSENT = (type(None), optax.MaskedNode)
@@ -104,9 +98,8 @@ class Leaves:
         for path, leaf in zip(self.paths, matched, strict=True):
             if not (is_absent(leaf) or all_leaves([leaf])):
                 raise ValueError(
-                    f"{self.caller}: expected {name} at {spell(path)} to be one leaf, "
-                    f"as in {self.name}, got a {type(leaf).__name__}; with Flax NNX, "
-                    "pass both through `nnx.as_pure`."
+                    f"{self.caller}: expected {name} at {spell(path)} to be a leaf, got"
+                    f" a {type(leaf).__name__}; with Flax NNX, use `nnx.as_pure`."
                 )
         return matched
 
@@ -157,9 +150,7 @@ class Leaves:
         own = {spell(p): x for p, x in zip(self.paths, self.values, strict=True)}
         paths_and_leaves = tree_flatten_with_path(tree, is_leaf=is_absent)[0]
         theirs = {spell(path): leaf for path, leaf in paths_and_leaves}
-        where = (
-            "their containers differ (with Flax NNX, pass both through `nnx.as_pure`)"
-        )
+        where = "containers differ (with Flax NNX, pass both through `nnx.as_pure`)"
         for leaves, others, whose in ((theirs, own, name), (own, theirs, self.name)):
             for path in [path for path in leaves if path not in others][:1]:
                 where = f"leaf {path} ({describe(leaves[path])}) is only in {whose}"

@@ -47,12 +47,12 @@ class Code:
         return -2 if self.axis == -1 else -1
 
     def __str__(self) -> str:
-        if self.block_size is None:
-            return self.dtype
-        text = f"{self.dtype}, blocks of {self.block_size} along axis {self.axis}"
-        if self.group_size is None:
-            return text
-        return f"{text}, shifts by {self.group_size} along axis {self.group_axis}"
+        text = self.dtype
+        if self.block_size is not None:
+            text += f", blocks of {self.block_size} along axis {self.axis}"
+        if self.group_size is not None:
+            text += f", shifts by {self.group_size} along axis {self.group_axis}"
+        return text
 
 
 class Quantized(NamedTuple):

@@ -58,11 +58,9 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
 def nodes_of(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield each node of a tree that is no leaf, with its path, outermost first."""
-    children = one_level(tree)
-    is_leaf = bool(children) and not children[0][0]
-    if not is_leaf:
+    if not all_leaves([tree]):
         yield path, tree
-        for key, child in children:
+        for key, child in one_level(tree):
             yield from nodes_of(child, (*path, *key))
 
 
@@ -166,15 +164,12 @@ def holds_state(tree: PyTree) -> bool:
 
     Params may also be NamedTuples, and one of a user's may be called `ModelState`.
     """
-
-    def is_state(node: Any) -> bool:
-        return hasattr(node, "_fields") and any(
-            kind.__name__.endswith("State")
-            and kind.__module__.partition(".")[0] in ("optax", "optax_mp")
-            for kind in type(node).__mro__
-        )
-
-    return any(is_state(node) for _, node in nodes_of(tree))
+    return any(
+        kind.__name__.endswith("State")
+        and kind.__module__.partition(".")[0] in ("optax", "optax_mp")
+        for _, node in nodes_of(tree)
+        for kind in (type(node).__mro__ if hasattr(node, "_fields") else ())
+    )
 
 
 def check_classes(opt_state: PyTree, caller: str) -> None:
@@ -183,14 +178,10 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
     That happens if a checkpoint is restored without a template, and in Flax's
     `nnx.state` of an optimizer.
     """
-
-    def is_without_class(node: Any) -> bool:
-        return isinstance(node, Mapping) and any(x <= node.keys() for x in _OWN_FIELDS)
-
-    if any(is_without_class(node) for _, node in nodes_of(opt_state)):
+    nodes = (node for _, node in nodes_of(opt_state) if isinstance(node, Mapping))
+    if any(fields <= node.keys() for node in nodes for fields in _OWN_FIELDS):
         raise ValueError(
-            f"{caller}: expected the states in `opt_state` as the optimizer made them, "
-            f"got a {type(opt_state).__name__} in which one has lost its class; "
-            "restore the checkpoint into `tx.init(params)`, and pass an "
-            "`nnx.Optimizer` itself."
+            f"{caller}: expected `opt_state` as the optimizer made it, got a "
+            f"{type(opt_state).__name__} in which a state has lost its class; restore "
+            "the checkpoint into `tx.init(params)`, and pass an `nnx.Optimizer` itself."
         )

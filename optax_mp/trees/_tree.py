@@ -246,9 +246,8 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
     for path, leaf in suspects:
         if is_traced(leaf):
             raise TypeError(
-                f"nonfinite_paths: expected leaf {keystr(path)} to be a concrete "
-                f"array, got a traced {describe(leaf)}; call it outside jit, or use "
-                "optax_mp.all_finite inside."
+                f"nonfinite_paths: expected leaf {keystr(path)} to be concrete, got a "
+                f"traced {describe(leaf)}; call it outside jit, or use `all_finite`."
             )
     finite = jax.device_get([leaf_finite(leaf) for _, leaf in suspects])
     return [keystr(suspects[i][0]) for i, ok in enumerate(finite) if not ok]
@@ -256,21 +255,17 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
 
 def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
     """Return for each param the leaf that stands for it in a prefix of their tree."""
-
-    def is_none(x: Any) -> bool:
-        return x is None
-
+    own = jax.tree.structure(params)
     try:
-        spread = jax.tree.broadcast(prefix, params, is_leaf=is_none)
+        spread = jax.tree.broadcast(prefix, params, is_leaf=lambda x: x is None)
     except ValueError as error:
         caller, _, name = name.partition(": ")
         raise ValueError(
-            f"{caller}: expected {name} to have the structure of the params, which is "
-            f"{jax.tree.structure(params)}, or of a prefix of it, got "
-            f"{jax.tree.structure(prefix, is_leaf=is_none)}; pass "
+            f"{caller}: expected {name} to have the structure of the params, {own}, or "
+            f"of a prefix of it, got {jax.tree.structure(prefix)}; pass "
             "`jax.tree.map(lambda p: p.sharding, params)`."
         ) from error
-    return jax.tree.structure(params).flatten_up_to(spread)
+    return own.flatten_up_to(spread)
 
 
 def copy_shared(state: PyTree, others: PyTree) -> PyTree:

@@ -21,12 +21,13 @@ def type_with(base: type, name: str, value: Hashable) -> Any:
     value would end up in checkpoints, and JAX, Orbax and Flax all treat the subclass of
     a NamedTuple as one.
     """
-    key = base, name, value
+    key, is_part = (base, name, value), getattr(value, "param_is_part", False)
     if key not in _types:
         members = {
             name: value,
             "made_from": key,
-            "holds_codes": _holds_codes(value),
+            # Whether a `Code`, or the storage of masters, makes low-bit arrays.
+            "holds_codes": getattr(value, "holds_codes", is_part),
             "__slots__": (),
             "__doc__": "See the base class.",
             "__module__": base.__module__,
@@ -54,12 +55,6 @@ def _reduce(node: Any) -> Any:
 
 def _restore(base: type, name: str, value: Hashable, *fields: Any) -> Any:
     return type_with(base, name, value)(*fields)
-
-
-def _holds_codes(setting: Any) -> bool:
-    """Return whether a `Code`, or the storage of masters, makes low-bit arrays."""
-    is_part = getattr(setting, "param_is_part", False)
-    return getattr(setting, "holds_codes", is_part)
 
 
 copyreg.pickle(_Typed, lambda kind: (type_with, kind.made_from))

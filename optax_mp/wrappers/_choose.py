@@ -12,14 +12,13 @@ in a skipped step.
 """
 
 from collections.abc import Callable, Sequence
-from numbers import Number
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._jax._arrays import is_array, is_on_host, is_traced, to_device, to_host
+from optax_mp._jax._arrays import is_on_host, is_traced, to_device, to_host
 from optax_mp._jax._jaxpr import Equation, TracedCall, bind, evaluate, is_dynamic
 from optax_mp.trees._leaves import Leaves
 from optax_mp.wrappers._context import Choice, context_of, with_context
@@ -109,9 +108,7 @@ def _choose_state(proceed: Choice, new_state: Any, state: Any) -> Any:
     old, treedef = jax.tree.flatten(state)
     new, new_treedef = jax.tree.flatten(new_state)
     if treedef != new_treedef or _types_of(new) != _types_of(old):
-        before = Leaves.of(
-            state, caller="optax_mp", name="the state that `inner` was given"
-        )
+        before = Leaves.of(state, caller="optax_mp", name="the state given to `inner`")
         before.match_arrays(new_state, "the state that it returned")
         old = new_treedef.flatten_up_to(state)
     both = zip(new, old, strict=True)
@@ -128,7 +125,7 @@ def or_negative_zeros(proceed: Choice, value: Any) -> Any:
     Adding negative zero changes no param, not even one of -0.0. Integers have only one
     zero. Leaves that are not numbers are always returned as they are.
     """
-    if not isinstance(value, jax.Array) and _is_plain(value):
+    if isinstance(value, int | float | complex):
         value = jnp.asarray(value)
     if not (is_dynamic(value) and jnp.issubdtype(value.dtype, jnp.number)):
         return value
@@ -148,7 +145,7 @@ def select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 def _choose_leaf(proceed: Choice, new: Any, old: Any) -> Any:
     """Return a leaf of the new state, or of the old one."""
     # A rule may reset a count to a plain 0.
-    if not isinstance(new, jax.Array) and _is_plain(new):
+    if isinstance(new, int | float | complex):
         new = jnp.asarray(new, jnp.result_type(old, new))
     if new is old or not is_dynamic(new) or is_on_host(old):
         return new
@@ -157,11 +154,9 @@ def _choose_leaf(proceed: Choice, new: Any, old: Any) -> Any:
     return select(proceed, new, jnp.asarray(old))
 
 
-def choose_on_host(proceed: Choice, new: Any, old: Any) -> Any:
-    """Return a leaf of a state in host memory, chosen on the device."""
+def choose_if_on_host(proceed: Choice, new: Any, old: Any) -> Any:
+    """Return a leaf of a new state; if it was in host memory, chosen on the device."""
+    if not is_on_host(old):
+        return new
     new = to_device(new) if is_on_host(new) else new
     return to_host(select(proceed, new, to_device(old)))
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, Number) and not is_array(x)

@@ -108,9 +108,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
         """
 
         def init_fn(params: Any) -> Any:
-            return init_or_describe(
-                lambda x: init(check_init_params(x, caller)), params
-            )
+            return init_or_describe(init, check_init_params(params, caller))
 
         @functools.wraps(update)
         def update_fn(

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,20 +12,12 @@ import optax
 from jax import lax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._arrays import is_on_host
+from optax_mp._jax._arrays import describe, is_array, is_on_host
 from optax_mp._jax._jaxpr import TracedCall
 from optax_mp._warnings import warn
 from optax_mp.trees._leaves import ABSENT, Leaves
-from optax_mp.trees._tree import (
-    PyTree,
-    describe,
-    is_array,
-    is_floating,
-    is_inexact,
-    spell,
-    summarize,
-)
-from optax_mp.wrappers._choose import choose_on_host
+from optax_mp.trees._tree import PyTree, is_floating, is_inexact, spell, summarize
+from optax_mp.wrappers._choose import choose_if_on_host
 from optax_mp.wrappers._context import Transformation, context_of, without_context
 
 _UPDATE = "`tx.update(grads, state, params)`"
@@ -46,9 +39,8 @@ def as_transformation(
         return optax.GradientTransformationExtraArgs(inner.init, update)
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
-            f"{caller}: expected `{name}` to be an optax gradient transformation, got "
-            f"a {type(inner).__name__}; call its factory first, as in "
-            "`optax.adamw(1e-3)`."
+            f"{caller}: expected `{name}` to be an optax gradient transformation, such "
+            f"as `optax.adamw(1e-3)`, got a {type(inner).__name__}; call its factory."
         )
     return optax.with_extra_args_support(inner)
 
@@ -66,10 +58,7 @@ def check_own_state(state: Any, kind: type, caller: str) -> None:
 def require_params(params: Any, caller: str) -> Any:
     """Return the params that `update` was called with, or raise."""
     if params is None:
-        raise ValueError(
-            f"{caller}: expected the current params as `params`, got None; call "
-            f"{_UPDATE}."
-        )
+        raise ValueError(f"{caller}: expected `params`, got None; call {_UPDATE}.")
     return params
 
 
@@ -77,11 +66,11 @@ def as_inner_param(param: Any) -> Any:
     """Return a param for `inner` to train, or `MaskedNode()` if it is not inexact."""
     if not is_inexact(param):
         return optax.MaskedNode()
-    # NumPy's float64 is float32 to JAX.
-    param = param if isinstance(param, jax.Array) else jnp.asarray(param)
     # Moments made from a weakly typed param would change type at the first update.
-    is_weak = getattr(param, "weak_type", False)
-    return jnp.asarray(param, param.dtype) if is_weak else param
+    if isinstance(param, jax.Array) and not param.weak_type:
+        return param
+    # NumPy's float64 is float32 to JAX.
+    return jnp.asarray(param, jnp.result_type(param))
 
 
 @dataclass(frozen=True)
@@ -143,15 +132,14 @@ class MatchedArguments:
         changes, inner_state = update_inner(
             inner, params.caller, grads, inner_state, seen, **extra_args
         )
-        updates = list(self.grads)
-        for i, change in enumerate(params.match(changes, "the updates of `inner`")):
-            is_hidden = isinstance(inner_params[i], ABSENT)
-            if is_hidden or isinstance(change, ABSENT):
+        updates = params.match(changes, "the updates of `inner`")
+        for i, change in enumerate(updates):
+            if isinstance(inner_params[i], ABSENT):
                 # The update of a leaf that is hidden from `inner` is its gradient.
-                change = updates[i] if is_hidden else change
-                updates[i] = or_no_change(change, params.values[i])
-                continue
-            updates[i] = advance(i, change)
+                change = self.grads[i]
+            elif not isinstance(change, ABSENT):
+                change = advance(i, change)
+            updates[i] = or_no_change(change, params.values[i])
         return updates, inner_state
 
 
@@ -163,34 +151,6 @@ def _cast_gradient(inner_param: Any, grad: Any) -> Any:
         # Not `astype`, which takes several times as long to trace.
         return lax.convert_element_type(grad, inner_param.dtype)
     return grad
-
-
-def _check_gradient(path: tuple[Any, ...], param: Any, grad: Any, caller: str) -> None:
-    """Raise unless `grad` can be a gradient of `param`."""
-    if isinstance(grad, ABSENT):
-        return
-    # Only the last axes: `inner` reduces the leading ones of per-example gradients.
-    ndim, shape = jnp.ndim(param), jnp.shape(grad)
-    error: type[Exception] = TypeError
-    if not is_inexact(param):
-        if not is_inexact(grad):
-            return
-        expected = "None or the float0 that `jax.grad(..., allow_int=True)` gives"
-        remedy = "to train it, make it a floating array"
-    elif not is_inexact(grad):
-        expected = "a floating array"
-        remedy = "if it is not trained, wrap the optimizer in `optax.masked`"
-    elif jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
-        expected, remedy = "real", "take its real part"
-    elif shape[len(shape) - ndim :] != jnp.shape(param):
-        error, expected = ValueError, "of the same shape"
-        remedy = "pass params and gradients of the same model"
-    else:
-        return
-    raise error(
-        f"{caller}: expected the gradient of {spell(path)} to be {expected}, got "
-        f"{describe(grad)} for the param {describe(param)}; {remedy}."
-    )
 
 
 def check_gradients(params: PyTree, grads: PyTree, caller: str) -> None:
@@ -209,7 +169,27 @@ def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
     for path, param, grad in zip(params.paths, params.values, matched, strict=True):
         if is_floating(grad) and is_floating(param) and grad.shape == param.shape:
             continue
-        _check_gradient(path, param, grad, params.caller)
+        if isinstance(grad, ABSENT) or not (is_inexact(grad) or is_inexact(param)):
+            continue
+        error: type[Exception] = TypeError
+        if not is_inexact(param):
+            expected = "None or the float0 that `jax.grad(..., allow_int=True)` gives"
+            remedy = "to train it, make it a floating array"
+        elif not is_inexact(grad):
+            expected = "a floating array"
+            remedy = "if it is not trained, wrap the optimizer in `optax.masked`"
+        elif jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
+            expected, remedy = "real", "take its real part"
+        # Only the last axes: `inner` reduces the leading ones of per-example gradients.
+        elif jnp.shape(grad)[jnp.ndim(grad) - jnp.ndim(param) :] != jnp.shape(param):
+            error, expected = ValueError, "of the same shape"
+            remedy = "pass params and gradients of the same model"
+        else:
+            continue
+        raise error(
+            f"{params.caller}: expected the gradient of {spell(path)} to be {expected},"
+            f" got {describe(grad)} for the param {describe(param)}; {remedy}."
+        )
     return matched
 
 
@@ -226,10 +206,9 @@ def warn_of_gradients(params: Leaves, grads: Sequence[Any]) -> None:
         if getattr(grad, "dtype", None) == jnp.float16:
             warn(
                 f"{params.caller}: the gradient of {spell(path)} is {describe(grad)}. "
-                "In float16, values below 6e-8 become 0: put "
-                "`optax_mp.dynamic_loss_scale` around the optimizer, and take "
-                "gradients with `optax_mp.value_and_grad`. If you scale the loss "
-                "yourself, cast the gradients to float32 before you unscale them."
+                "In float16, values below 6e-8 become 0: put `dynamic_loss_scale` "
+                "around the optimizer, and take gradients with `value_and_grad`. If "
+                "you scale the loss yourself, cast them to float32 and unscale them."
             )
             return
 
@@ -252,10 +231,10 @@ def or_no_change(update: Any, param: Any) -> Any:
     Then params that are not differentiated, or are frozen by a gradient of None, pass
     through `optax.apply_updates`.
     """
-    is_none = update is None or getattr(update, "dtype", None) == jax.dtypes.float0
+    if update is not None and getattr(update, "dtype", None) != jax.dtypes.float0:
+        return update
     kinds = jnp.number, jnp.bool_
-    is_number = is_array(param) and any(jnp.issubdtype(param.dtype, x) for x in kinds)
-    if not (is_none and is_number):
+    if not (is_array(param) and any(jnp.issubdtype(param.dtype, x) for x in kinds)):
         return update
     # Negative, because 0.0 would change a param of -0.0. Integers have one zero only.
     return jnp.full(param.shape, -0.0 if is_inexact(param) else 0, param.dtype)
@@ -276,8 +255,10 @@ def update_inner(
         proceed = context_of(extra_args).proceed
         updates, new = inner.update(grads, state, params, **without_context(extra_args))
     except Exception as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        *_, module = (x.f_globals.get("__name__", "") for x, _ in frames)
         # An error of this package says what is wrong already.
-        if params is None or _module_that_raised(error).startswith("optax_mp."):
+        if params is None or module.startswith("optax_mp."):
             raise
         # `optax.lookahead` has two copies of the params, and gradients of one.
         trained = params.fast if isinstance(params, optax.LookaheadParams) else params
@@ -289,14 +270,10 @@ def update_inner(
         raise ValueError(problem) from error
     _check_shapes(caller, "the update", updates, params)
     _check_shapes(caller, "the state", new, state)
-    if proceed is True or not any(map(is_on_host, jax.tree.leaves(state))):
-        return updates, new
-    # An `offload` inside of it was not told that the step may be skipped.
-    return updates, jax.tree.map(
-        lambda x, old: choose_on_host(proceed, x, old) if is_on_host(old) else x,
-        new,
-        state,
-    )
+    if proceed is not True and any(map(is_on_host, jax.tree.leaves(state))):
+        # An `offload` inside of it was not told that the step may be skipped.
+        new = jax.tree.map(partial(choose_if_on_host, proceed), new, state)
+    return updates, new
 
 
 def _check_shapes(caller: str, what: str, made: PyTree, given: PyTree) -> None:
@@ -305,22 +282,16 @@ def _check_shapes(caller: str, what: str, made: PyTree, given: PyTree) -> None:
     Nothing is known if one of them has more leaves, as the state of `optax.monitor` has
     after its first step.
     """
-    both = [jax.tree.leaves(tree) for tree in (made, given)]
-    new, old = ([getattr(x, "shape", ()) for x in leaves] for leaves in both)
-    if given is None or len(new) != len(old) or new == old:
+    new, old = jax.tree.leaves(made), tree_leaves_with_path(given)
+    if len(new) != len(old):
         return
-    i = next(i for i, shape in enumerate(new) if shape != old[i])
-    path, leaf = tree_leaves_with_path(given)[i]
-    raise ValueError(
-        f"{caller}: expected {what} that `inner` made at {spell(path)} to have the "
-        f"shape of {describe(leaf)}, got {describe(both[0][i])}; the gradient or the "
-        "state belongs to other params (call `init` again), or `inner` changes shapes."
-    )
-
-
-def _module_that_raised(error: BaseException) -> str:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].f_globals.get("__name__", "") if frames else ""
+    for x, (path, y) in zip(new, old, strict=True):
+        if getattr(x, "shape", ()) != getattr(y, "shape", ()):
+            raise ValueError(
+                f"{caller}: expected {what} made by `inner` at {spell(path)} to have "
+                f"the shape of {describe(y)}, got {describe(x)}; the gradient or the "
+                "state is of other params (call `init` again), or `inner` changes it."
+            )
 
 
 def _difference_to_own(

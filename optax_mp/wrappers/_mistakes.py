@@ -89,9 +89,8 @@ def warn_unless_state(opt_state: Any, caller: str) -> None:
     if has_count or _is_link(opt_state) or not any(map(is_floating, arrays)):
         return
     warn(
-        f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks "
-        "like an optimizer state, and no loss scale is found; pass what "
-        "`tx.init(params)` returned."
+        f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks like "
+        "an optimizer state or a loss scale; pass what `tx.init(params)` returned."
     )
 
 
@@ -126,12 +125,9 @@ def check_whole_number(argument: str, value: Any, least: int = 1) -> int:
 
 def check_bool(argument: str, value: Any) -> bool:
     """Return an argument that must be True or False, or raise."""
-    caller, _, name = argument.partition(": ")
+    caller, _, own = argument.partition(": ")
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(
-            f"{caller}: expected {name} to be True or False, got {value!r}; leave it "
-            "out for the default."
-        )
+        raise TypeError(f"{caller}: expected {own} to be True or False, got {value!r}.")
     return bool(value)
 
 
@@ -160,16 +156,11 @@ def check_init_params(params: Any, caller: str) -> Any:
     return tree_map_with_path(as_param, params)
 
 
-# States of wrappers that change or drop gradients before a loss scale inside sees them.
+# States of wrappers that belong inside of ours, and what each does around them.
 _WRAPPERS = {
-    optax.ApplyIfFiniteState: (
-        "optax.apply_if_finite",
-        "hides overflows from it, so that the scale never falls",
-    ),
-    optax.MultiStepsState: (
-        "optax.MultiSteps",
-        "adds overflows to its accumulator, which is NaN from then on",
-    ),
+    optax.ApplyIfFiniteState: ("apply_if_finite", "hides overflows from the scale"),
+    optax.MultiStepsState: ("MultiSteps", "adds overflows up, and is NaN from then on"),
+    optax.LookaheadState: ("lookahead", "averages rounded params"),
 }
 
 
@@ -178,24 +169,18 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
     for path, node in reversed(list(nodes_of(opt_state))):
         at = f"opt_state{keystr(path)}"
         where = f"{caller}: {at} is of"
+        ours, is_ours = "dynamic_loss_scale", _is_scale
+        if isinstance(node, optax.LookaheadState):
+            ours, is_ours = "mixed_precision", _is_masters
         for kind, (name, harm) in _WRAPPERS.items():
-            if isinstance(node, kind) and _holds(_is_scale, node):
+            if isinstance(node, kind) and _holds(is_ours, node):
                 raise ValueError(
-                    f"{caller}: expected the loss scale around `{name}`, got {at} of "
-                    f"`{name}` around the loss scale: the wrapper {harm}; use "
-                    f"`optax_mp.dynamic_loss_scale({name}(...))`."
+                    f"{caller}: expected `optax.{name}` inside of `{ours}`, got {at} "
+                    f"of it outside, where it {harm}; use "
+                    f"`optax_mp.{ours}(optax.{name}(...))`."
                 )
-        if isinstance(node, optax.LookaheadState) and _holds(_is_masters, node):
-            raise ValueError(
-                f"{caller}: expected `optax.lookahead` inside of `mixed_precision`, "
-                f"got {at} of `optax.lookahead` around it, which averages rounded "
-                "params; use `optax_mp.mixed_precision(optax.lookahead(...))`."
-            )
-        if isinstance(node, optax.InjectStatefulHyperparamsState):
-            _warn_of_rounded_hyperparams(node, where)
-        if isinstance(node, optax.EmaState):
-            _warn_of_rounded_average(node, where)
-        if _is_chain(node):
+        _warn_of_rounded(node, where)
+        if type(node) is tuple:  # of a chain
             for i, link in enumerate(node):
                 _check_before(node[:i], link, caller, at)
                 _warn_if_followed(link, node[i + 1 :], where)
@@ -220,21 +205,15 @@ def _is_link(state: Any) -> bool:
     return _holds(lambda node: hasattr(node, "_fields"), state)
 
 
-def _is_chain(node: Any) -> bool:
-    """Return whether a node may be the state of `optax.chain`."""
-    return type(node) is tuple
-
-
 def _parts(links: tuple[Any, ...]) -> list[Any]:
-    """Return the states of links that are not complete optimizers."""
+    """Return the states of links that are not complete optimizers, as a chain is."""
     # A monitor only reads.
-    no_parts = optax.MonitorState
-    return [x for x in links if not (_is_chain(x) or isinstance(x, no_parts))]
+    return [x for x in links if type(x) not in (tuple, optax.MonitorState)]
 
 
 def _ends_in_masters(state: Any) -> bool:
     """Return whether the updates of a transform come from a `mixed_precision`."""
-    if _is_chain(state):
+    if type(state) is tuple:
         return bool(state) and _ends_in_masters(state[-1])
     if _is_scale(state):
         return _ends_in_masters(state.inner_state)
@@ -254,8 +233,7 @@ def _check_before(before: tuple[Any, ...], link: Any, caller: str, at: str) -> N
         )
     # Transforms such as clipping keep no state. A link that has one may be the
     # optimizer of another model, but not before a link.
-    others = _parts(before)
-    if scales and any(any(are_links) or not jax.tree.leaves(x) for x in others):
+    if scales and any(any(are_links) or not jax.tree.leaves(x) for x in _parts(before)):
         warn(
             f"{caller}: {at} is of a chain with a transform before a loss scale. The "
             "transform, such as clipping, sees scaled gradients; put it inside, as "
@@ -268,36 +246,30 @@ def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
     if not _ends_in_masters(link):
         return
     others = [x for x in _parts(later) if _is_link(x) and not _is_scale(x)]
-    names = [type(x).__name__ for x in others]
-    if names and not _holds(_is_masters, later):
+    if others and not _holds(_is_masters, later):
         warn(
             f"{where} a chain in which `mixed_precision` is followed by a transform "
-            f"(its state: {names[0]}). If that changes the updates, the next step "
-            "undoes it or takes the rounded params as masters; put it inside, as "
-            "`optax_mp.mixed_precision(optax.chain(...))`."
+            f"(its state: {type(others[0]).__name__}). If that changes the updates, "
+            "the next step undoes it or takes rounded params as masters; put it inside."
         )
 
 
-def _warn_of_rounded_average(state: Any, where: str) -> None:
-    """Warn if `optax.ema` averages in 16 bits: most of its steps round to nothing."""
-    for leaf in jax.tree.leaves(state.ema):
-        if is_floating(leaf) and bits(leaf.dtype) < 32:
-            warn(
-                f"{where} `optax.ema` that averages in {leaf.dtype}, which at a decay "
-                "of 0.999 does not move; pass it `accumulator_dtype=jnp.float32`. To "
-                "average weights, use `optax_mp.with_average`."
-            )
-            return
-
-
-def _warn_of_rounded_hyperparams(state: Any, where: str) -> None:
-    """Warn if `inject_hyperparams` keeps its numbers in 16 bits: b2 is then 1.0."""
-    for name, value in state.hyperparams.items():
-        if is_floating(value) and bits(value.dtype) < 32:
-            warn(
-                f"{where} `optax.inject_hyperparams` with {name} in {value.dtype}, in "
-                "which b2=0.999 is 1.0 and Adam's loss becomes NaN; put it inside, as "
-                "`optax_mp.mixed_precision(optax.inject_hyperparams(optax.adamw)(...))`"
-                ", or pass it `hyperparam_dtype=jnp.float32`."
-            )
-            return
+def _warn_of_rounded(state: Any, where: str) -> None:
+    """Warn if `optax.ema` or `inject_hyperparams` keeps its numbers in 16 bits."""
+    is_average = isinstance(state, optax.EmaState)
+    has_numbers = isinstance(state, optax.InjectStatefulHyperparamsState)
+    kept = state.ema if is_average else has_numbers and state.hyperparams
+    dtypes = [x.dtype for x in jax.tree.leaves(kept) if is_floating(x)]
+    narrow = next((x for x in dtypes if bits(x) < 32), None)
+    if narrow is not None and is_average:
+        warn(
+            f"{where} `optax.ema` that averages in {narrow}, which at a decay of 0.999 "
+            "does not move; pass it `accumulator_dtype=jnp.float32`. To average "
+            "weights, use `optax_mp.with_average`."
+        )
+    elif narrow is not None:
+        warn(
+            f"{where} `optax.inject_hyperparams` with numbers in {narrow}, in which "
+            "b2=0.999 is 1.0 and Adam's loss becomes NaN; put it inside of "
+            "`mixed_precision`, or pass it `hyperparam_dtype=jnp.float32`."
+        )

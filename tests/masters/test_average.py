@@ -330,7 +330,7 @@ def test_wrong_arguments_and_averages_in_16_bits_are_said():
             averaged(SGD, **{name: value})
     with pytest.raises(ValueError, match="average_params: .*without an AverageState"):
         optax_mp.average_params(MASTERS.init(params), params)
-    with pytest.raises(ValueError, match="with_average: expected the current params"):
+    with pytest.raises(ValueError, match="with_average: expected `params`"):
         averaged(SGD).update(params, averaged(SGD).init(params))
     lost = averaged(SGD).init(params)._asdict()
     with pytest.raises(ValueError, match="has lost its class"):

@@ -301,7 +301,7 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"grads": with_leaf(GRADS, {"a": jnp.ones(3)})},
-            rf"ValueError: .*the gradients at {W} to be one leaf, .*, got a dict",
+            rf"ValueError: .*the gradients at {W} to be a leaf, got a dict",
         ),
         (
             {"params": PARAMS | {"more": jnp.ones(1)}},

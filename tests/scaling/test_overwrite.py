@@ -77,7 +77,7 @@ def test_overwritten_leaves_become_their_gradient_or_stay():
 def test_overwritten_leaves_need_params(make):
     tx = make(optax.sgd(0.1))
     params = tree(jnp.ones(2), jnp.ones(1))
-    expected = f"^{make.__name__}: expected the current params as `params`, got None"
+    expected = f"^{make.__name__}: expected `params`, got None"
     with pytest.raises(ValueError, match=expected):
         tx.update(params, tx.init(params))
 

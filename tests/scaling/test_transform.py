@@ -341,7 +341,7 @@ CHANGED = {
     r"made .* the shape of float32\[2\], got float32\[4\]": lambda a: {
         "a": jnp.zeros(4)
     },
-    "'a'.* is only in the state that `inner`": lambda a: {"b": a},
+    "'a'.* is only in the state given to": lambda a: {"b": a},
 }
 
 

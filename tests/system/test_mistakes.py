@@ -247,7 +247,8 @@ def test_update_without_params_says_so(form, jitted):
         tx.update(GRADS, tx.init(PARAMS))  # adam needs none
         return
     with pytest.raises(
-        ValueError, match=r"as `params`, got None; call `tx.update\(grads, state, "
+        ValueError,
+        match=r"expected `params`, got None; call `tx.update\(grads, state, ",
     ):
         call(tx.update, (GRADS, tx.init(PARAMS)), jitted)
 
@@ -391,7 +392,7 @@ def test_float16_gradients_that_reach_masters_are_a_warning(form, jitted):
     grads = jax.grad(loss)(HALF, X.astype(F16))
     message = (
         r"^\w+: the gradient of \['b'\] is float16\[4\]. In float16, values below 6e-8 "
-        "become 0: put `optax_mp.dynamic_loss_scale` around the optimizer"
+        "become 0: put `dynamic_loss_scale` around the optimizer"
     )
     with pytest.warns(Warned, match=message) as caught:
         call(tx.update, (grads, tx.init(HALF), HALF), jitted)
@@ -435,7 +436,9 @@ ASKED = {
 def test_a_wrapper_around_a_loss_scale_is_an_error(wrapper, asked, tx, jitted):
     state = WRAPPERS[wrapper](tx).init(PARAMS)
     name = wrapper.partition(" ")[0]
-    message = rf"^{asked}: expected the loss scale around `optax.{name}`, got opt_state"
+    message = (
+        rf"^{asked}: expected `optax.{name}` inside of `dyn.*`, got opt_state.* of"
+    )
     with pytest.raises(ValueError, match=message):
         call(ASKED[asked], (state,), jitted and asked != "check_loss_scale")
 
