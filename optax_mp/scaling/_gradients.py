@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
@@ -121,15 +120,23 @@ def value_and_grad(
                 fun, argnums, has_aux, factor, args, kwargs, caller
             )
         except TypeError as error:
-            _explain_missing_state(error, fun, (opt_state, *args), kwargs)
-            raise
+            binds = [_binds(fun, x, kwargs) for x in (args, (opt_state, *args))]
+            if binds != [False, True]:
+                raise
+            raise TypeError(
+                f"{caller}: the first argument is {summarize(opt_state)}, and `fun` "
+                f"lacks an argument without it; call `{caller}(fun)(opt_state, params, "
+                "...)`, with what `tx.init(params)` returned as `opt_state`. Python "
+                f"says: {error}"
+            ) from error
+        events = set(event_counts() - before)
         if state is None:
-            warn_if_unscaled(before, known_events)
-        elif "scales its loss" in event_counts() - before:
+            _warn_if_unscaled(events, known_events)
+        elif "scales its loss" in events:
             warn(
-                "value_and_grad: the function scales its loss, by `scale_loss` or by a "
-                "`DynamicLossScale`, and `value_and_grad` scales it once more, so that "
-                "gradients are too large by the loss scale; return the loss itself."
+                f"{caller}: the function scales its loss, by `scale_loss` or by a "
+                f"`DynamicLossScale`, and `{caller}` scales it once more; return the "
+                "loss itself."
             )
         return value, in_float32(grads)
 
@@ -158,8 +165,15 @@ def differentiate(
         filled = jax.tree.map(lambda x, v: x if v is None else v, trees, variables)
         for i, tree in zip(chosen, filled, strict=True):
             new_args[i] = tree
-        value = fun(*new_args, **kwargs)
-        loss = _loss_of(value, has_aux, caller)
+        value = loss = fun(*new_args, **kwargs)
+        if has_aux:
+            if not (isinstance(value, tuple) and len(value) == 2):
+                raise TypeError(
+                    f"{caller}: expected the function to return a pair (loss, aux), as "
+                    f"`has_aux` says, got {summarize(value)}."
+                )
+            loss = value[0]
+        _check_loss(loss, caller, "pass `has_aux=True` if it returns (loss, aux)")
         return loss if factor is None else multiply(loss, factor), value
 
     # Not `jax.value_and_grad`: its value would be the scaled loss.
@@ -177,18 +191,6 @@ def _with_float_arrays(tree: Any) -> Any:
     equinox = sys.modules.get("equinox")
     module = () if equinox is None else equinox.Module
     return jax.tree.map(as_array, tree, is_leaf=lambda x: isinstance(x, module))
-
-
-def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
-    """Return the loss from the result of the user's function."""
-    if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-        raise TypeError(
-            f"{caller}: expected the function to return a pair (loss, aux), as "
-            f"`has_aux` says, got {describe(value)}."
-        )
-    loss = value[0] if has_aux else value
-    _check_loss(loss, caller, "pass `has_aux=True` if the function returns (loss, aux)")
-    return loss
 
 
 def _check_loss(loss: Any, caller: str, remedy: str) -> None:
@@ -227,48 +229,33 @@ def _differentiated(
 def check_function(fun: Any, argnums: Any, has_aux: Any, caller: str) -> None:
     """Raise unless `fun` can be called, and the others are settings."""
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    are_settings = isinstance(has_aux, bool)
-    are_settings &= all(isinstance(i, Integral) for i in numbers)
-    if not (callable(fun) and are_settings):
+    are_integers = all(isinstance(i, Integral) for i in numbers)
+    if not (callable(fun) and are_integers and isinstance(has_aux, bool)):
         raise TypeError(
             f"{caller}: expected `fun` to be a function, `argnums` integers and "
             f"`has_aux` a bool, got {summarize(fun)}, {summarize(argnums)} and "
-            f"{summarize(has_aux)}; pass the arguments of the function to the result: "
-            f"`{caller}(fun)(opt_state, params, ...)`."
+            f"{summarize(has_aux)}; pass the arguments of `fun` to what `{caller}` "
+            "returns."
         )
 
 
-def warn_if_unscaled(before: Counter[Event], known_events: set[Event]) -> None:
+def _warn_if_unscaled(events: set[Event], known_events: set[Event]) -> None:
     """Warn once if a function computes in float16, and nothing scales its loss.
 
     Args:
-        before: what had been counted before this call of the function.
-        known_events: the events of earlier calls, because jitted functions report only
-            when they are traced; the events of this call are added.
+        events: those of this call of the function.
+        known_events: those of earlier calls, because jitted functions report only when
+            they are traced; the events of this call are added.
     """
-    events = set(event_counts() - before)
     is_new = "computes in float16" in events - known_events
     known_events |= events
     if is_new and not is_loss_scaled(known_events):
         warn(
             "value_and_grad: gradients are computed in float16, and `opt_state` holds "
-            "no loss scale, so that values below 6e-8 become 0; put "
-            "`optax_mp.dynamic_loss_scale` around the optimizer, or use bfloat16. If "
-            "the loss is scaled in another way, ignore this MixedPrecisionWarning."
+            "no loss scale, so values below 6e-8 become 0; use bfloat16, or put "
+            "`optax_mp.dynamic_loss_scale` around the optimizer. Ignore this "
+            "MixedPrecisionWarning if the loss is scaled in another way."
         )
-
-
-def _explain_missing_state(
-    error: TypeError, fun: Callable[..., Any], given: Any, kwargs: dict[str, Any]
-) -> None:
-    """Raise another error if `fun` lacks an argument because the state is missing."""
-    if not _binds(fun, given[1:], kwargs) and _binds(fun, given, kwargs):
-        raise TypeError(
-            f"value_and_grad: the first argument is {summarize(given[0])}, which is "
-            "taken for the optimizer state, and the function lacks an argument without "
-            "it; call `value_and_grad(fun)(opt_state, params, ...)`, with what "
-            f"`tx.init(params)` returned as `opt_state`. Python says: {error}"
-        ) from error
 
 
 def _binds(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:

@@ -104,9 +104,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
         65536.0
     """
     state = loss_scale_state(plain(opt_state), "loss_scale")
-    if state is None:
-        return jnp.float32(1)
-    return copy_shared(state.scale, state)
+    return jnp.float32(1) if state is None else copy_shared(state.scale, state)
 
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
@@ -198,24 +196,24 @@ def check_loss_scale(
             f"{describe(state.scale)}; call it outside jit."
         )
     state = jax.device_get(state._replace(inner_state=()))
-    state, member, (params, grads) = _worst_member(state, (params, grads))
+    member, state, params, grads = _worst_member(state, params, grads)
     # The counters cannot tell: without the scale nothing overflows, and the scale grows
     # to its bound, after thousands of steps with gradients divided by it.
-    if state.scale != 1 and state.finite_count > 0 and state.total_skipped_count == 0:
+    skipped, total = state.skipped_count, state.total_skipped_count
+    if state.scale != 1 and state.finite_count > 0 and total == 0:
         scale = f"is {state.scale:g}, no step was ever skipped"
         warn_unless_scaled("check_loss_scale", scale)
     _warn_of_small_gradients(state, grads)
     whose = f" of member {list(member)}" if member else ""
-    total = f"skipped since `init`: {state.total_skipped_count}"
-    if state.skipped_count > max_skipped:
+    if skipped > max_skipped:
         fault = (
-            f"{state.skipped_count} steps in a row{whose} had non-finite gradients and "
-            f"were skipped (allowed: {max_skipped}; {total})"
+            f"{skipped} steps in a row{whose} had non-finite gradients and were "
+            f"skipped (allowed: {max_skipped}; skipped since `init`: {total})"
         )
     elif state.hysteresis_left < 0:
         fault = (
             f"steps{whose} overflowed at the lower bound of the loss scale, where "
-            f"float16 loses small gradients ({total})"
+            f"float16 loses small gradients (skipped since `init`: {total})"
         )
     else:
         return
@@ -239,10 +237,8 @@ def _say_leaves(state: LossScaleState, opt_state: Any, params: Any, grads: Any) 
     )
 
 
-def _worst_member(
-    state: LossScaleState, trees: Any
-) -> tuple[LossScaleState, tuple[int, ...], Any]:
-    """Return the state of the member in most trouble, its index, and its trees.
+def _worst_member(state: LossScaleState, *trees: Any) -> tuple[Any, ...]:
+    """Return the index of the member in most trouble, its state, and its trees.
 
     The counters of a state have leading axes under `vmap` over seeds, or `pmap`. A
     state without them is the only member, and has the index ().
@@ -250,62 +246,48 @@ def _worst_member(
     shape = np.shape(state.scale)
     # The last key counts most: whether the scale is at its floor.
     counts = state.total_skipped_count, state.skipped_count, state.hysteresis_left < 0
-    keys = [np.ravel(x) for x in counts]
-    worst = np.lexsort(keys)[-1]
+    worst = np.lexsort(list(map(np.ravel, counts)))[-1]
     member = tuple(map(int, np.unravel_index(worst, shape)))
-    state = jax.tree.map(lambda x: np.broadcast_to(x, shape)[member], state)
 
     def of_member(x: Any) -> Any:
-        return x[member] if is_array(x) and x.shape[: len(shape)] == shape else x
+        has_axes = shape and is_array(x) and x.shape[: len(shape)] == shape
+        return x[member] if has_axes else x
 
-    return state, member, jax.tree.map(of_member, trees) if shape else trees
+    return member, *jax.tree.map(of_member, (state, *trees))
 
 
 def _explain_cause(state: LossScaleState, params: Any) -> str:
     """Return what scale and params say of the cause: overflow, divergence or a NaN."""
     # Only a dynamic scale without hysteresis left has been lowered.
     scale = f"is {'down to ' if state.hysteresis_left <= 0 else ''}{state.scale:g}."
-    diverged = (
-        "training that has diverged, by a learning rate that is too high or a loss "
-        "that is scaled twice"
-    )
-    size, path = max(_sizes(params), default=(0.0, ""))
+    diverged = "training that has diverged (learning rate? loss scaled twice?)"
+    # The largest magnitude in each leaf, NaN as inf.
+    sizes = [
+        (float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf))), spell(path))
+        for path, x in tree_leaves_with_path(params)
+        if is_floating(x) and x.size
+    ]
+    size, path = max(sizes, default=(0.0, ""))
     if size > _LARGE_PARAM:
-        return (
-            f"{scale} The largest param is {size:.3g}, at {path}, a sign of {diverged}."
-        )
+        return f"{scale} The largest param is {size:.3g}, at {path}, by {diverged}."
+    is_stuck = state.hysteresis_left < 0
+    overflow, remedy = "a lower scale ends this", "raise `max_skipped`, or start lower"
+    if is_stuck:
+        overflow, remedy = "the loss is finite in these steps", "lower `min_scale`"
+    sign = f"If {overflow}, it is an overflow: {remedy}. If not, it is"
     if state.scale <= 1:
         largest = _LARGEST_FLOAT16 / state.scale
         sign = f"Only gradients over {largest:.3g} overflow at this scale, so this is"
-    elif state.hysteresis_left < 0:
-        sign = (
-            "If the loss is finite in these steps, it is an overflow: lower "
-            "`min_scale`. If not, it is"
-        )
-    else:
-        sign = (
-            "If a lower scale ends this, it is an overflow: raise `max_skipped`, or "
-            "start with a lower scale. If not, it is"
-        )
-    remedy = ""
-    if state.hysteresis_left < 0:
-        remedy = (
+    explained = (
+        f"{scale} {sign} a NaN or infinity of the model or its data, such as a "
+        f"division by zero or the log of a negative number, or {diverged}."
+    )
+    if is_stuck:
+        explained += (
             " Pass `tx.update(grads, state, params, value=loss)`: a step whose loss is "
             "not finite then keeps the scale."
         )
-    return (
-        f"{scale} {sign} a NaN or infinity of the model or its data, such as a "
-        f"division by zero or the log of a negative number, or {diverged}.{remedy}"
-    )
-
-
-def _sizes(tree: Any) -> list[tuple[float, str]]:
-    """Return the largest magnitude in each floating leaf, NaN as inf, and its path."""
-    return [
-        (float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf))), spell(path))
-        for path, x in tree_leaves_with_path(tree)
-        if is_floating(x) and x.size
-    ]
+    return explained
 
 
 def _name_leaf(index: int, opt_state: Any, params: Any) -> str:

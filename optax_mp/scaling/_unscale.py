@@ -16,7 +16,6 @@ their gradients. Such leaves are overwritten: not unscaled, checked or optimized
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import jax
@@ -96,10 +95,24 @@ def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTr
 _a_link_ran = threading.Event()
 
 
-def mark_skipped(finite: jax.Array, grads: PyTree) -> PyTree:
-    """Return gradients for the links that follow: negative zeros in a skipped step."""
+def hand_on(finite: jax.Array, unscaled: PyTree, grads: PyTree, caller: str) -> PyTree:
+    """Return gradients for the links that follow: negative zeros in a skipped step.
+
+    Warns that a link cannot overwrite the leaves of `grads` that `unscaled` hides.
+    """
     _a_link_ran.set()
-    return jax.tree.map(lambda grad: or_negative_zeros(finite, grad), grads)
+    marked = jax.tree.map(lambda x: or_negative_zeros(finite, x), unscaled)
+    if not _has_overwritten(grads):
+        return marked
+    warn(
+        f"{caller}: gradients under {_COLLECTION!r} are to take the place of their "
+        "params. As a link of a chain this transform only hands them on, and an "
+        "optimizer after it moves these params as if they were weights; put "
+        f"`optax_mp.{caller}` around the optimizer."
+    )
+    return tree_map_with_path(
+        lambda path, old, new: old if _is_overwritten(path) else new, grads, marked
+    )
 
 
 def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
@@ -152,24 +165,6 @@ def hide_overwritten(tree: PyTree) -> PyTree:
     )
 
 
-def hand_on_overwritten(tree: PyTree, grads: PyTree, caller: str) -> PyTree:
-    """Return `tree` with the leaves of `grads` in the place of the hidden ones.
-
-    Warns that a link of a chain cannot overwrite these.
-    """
-    if not _has_overwritten(grads):
-        return tree
-    warn(
-        f"{caller}: gradients under {_COLLECTION!r} are to take the place of their "
-        "params. As a link of a chain this transform only hands them on, and an "
-        "optimizer after it moves these params as if they were weights; put "
-        f"`optax_mp.{caller}` around the optimizer."
-    )
-    return tree_map_with_path(
-        lambda path, old, new: old if _is_overwritten(path) else new, grads, tree
-    )
-
-
 def update_overwritten(
     updates: PyTree, grads: PyTree, params: PyTree, caller: str
 ) -> PyTree:
@@ -209,8 +204,7 @@ def change_to(target: Any, param: Any) -> jax.Array:
 
 
 def _has_overwritten(tree: PyTree) -> bool:
-    paths = [path for path, _ in tree_leaves_with_path(tree)]
-    return not _KEYS.isdisjoint(chain.from_iterable(paths))
+    return any([_is_overwritten(path) for path, _ in tree_leaves_with_path(tree)])
 
 
 def _is_overwritten(path: tuple[Any, ...]) -> bool:
