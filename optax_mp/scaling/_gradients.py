@@ -16,9 +16,7 @@ from optax_mp.scaling._unscale import multiply
 from optax_mp.trees._boxes import plain
 from optax_mp.trees._tree import (
     as_array,
-    describe,
     in_float32,
-    is_array,
     is_floating,
     only_inexact,
     summarize,
@@ -198,7 +196,7 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
     if not (is_scalar or isinstance(loss, float)):
         raise ValueError(
             f"{caller}: expected the loss to be a floating scalar, got "
-            f"{describe(loss)}; take its mean or sum, or {remedy}."
+            f"{summarize(loss)}; take its mean or sum, or {remedy}."
         )
 
 
@@ -216,8 +214,7 @@ def _differentiated(
                 f"of the function were given; call as {call}."
             )
     trees = [_with_float_arrays(args[i]) for i in chosen]
-    has_arrays = any(map(is_array, jax.tree.leaves(trees)))
-    if has_arrays and not jax.tree.leaves(only_inexact(trees)):
+    if jax.tree.leaves(trees) and not jax.tree.leaves(only_inexact(trees)):
         shown = " and ".join(summarize(args[i]) for i in chosen)
         raise TypeError(
             f"{caller}: expected floating arrays in the argument to differentiate, got "

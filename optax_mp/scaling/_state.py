@@ -17,7 +17,6 @@ from optax_mp.trees._states import check_classes, find_states, inner_field
 from optax_mp.trees._tree import (
     copy_shared,
     describe,
-    is_array,
     is_floating,
     nonfinite_paths,
     spell,
@@ -250,8 +249,7 @@ def _worst_member(state: LossScaleState, *trees: Any) -> tuple[Any, ...]:
     member = tuple(map(int, np.unravel_index(worst, shape)))
 
     def of_member(x: Any) -> Any:
-        has_axes = shape and is_array(x) and x.shape[: len(shape)] == shape
-        return x[member] if has_axes else x
+        return x[member] if shape and np.shape(x)[: len(shape)] == shape else x
 
     return member, *jax.tree.map(of_member, (state, *trees))
 

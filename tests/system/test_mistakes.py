@@ -97,7 +97,7 @@ STATE_SECOND = "got a MixedPrecisionState of .*, which is an optimizer state, as
 MISPLACED = {
     "scale_loss(state, loss)": (
         lambda: optax_mp.scale_loss(SCALED_STATE, jnp.float32(1)),
-        ValueError, r"the loss to be .*, got LossScaleState; .*call `scale_loss\(loss, opt_state\)`",
+        ValueError, r"the loss to be .*, got a LossScaleState of .*; .*call `scale_loss\(loss, opt_state\)`",
     ),
     "scale_loss(loss, tx)": (
         lambda: optax_mp.scale_loss(jnp.float32(1), SCALED), TypeError, IS_OPTIMIZER,
