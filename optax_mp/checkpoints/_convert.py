@@ -104,11 +104,8 @@ def convert_opt_state(
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
     _check_made_by(opt_state, from_tx, params)
-    wrappers = {
-        kind: states[0][1]
-        for kind in _WRAPPERS
-        if (states := find_states(opt_state, kind))
-    }
+    found = {kind: find_states(opt_state, kind) for kind in _WRAPPERS}
+    wrappers = {kind: states[0][1] for kind, states in found.items() if states}
     has_masters = MixedPrecisionState in wrappers
     weights = _masters(opt_state, leaves) if has_masters else params
     if StochasticRoundingState in wrappers:
@@ -124,8 +121,8 @@ def convert_opt_state(
         template = to_tx.init(to_device_tree(weights))
     name = "that of `to_tx`, which must have the same optimizer inside"
     inner = Leaves.of(_unwrap(template), caller=_CALLER, name=name)
-    part = "the optimizer's part of `opt_state`"
-    values = inner.match_arrays(_unwrap(opt_state), part)
+    own = _unwrap(opt_state)
+    values = inner.match_arrays(own, "the optimizer's part of `opt_state`")
     filled = _fill(template, iter(values), wrappers)
     if has_masters:
         filled = _replace_masters(filled, weights, leaves)
@@ -170,9 +167,9 @@ def _unwrap(state: optax.OptState) -> PyTree:
     """Return the state of the optimizer inside, dequantized."""
 
     def unwrap(node: Any) -> Any:
-        if isinstance(node, Quantized):
-            return with_memory_of(dequantize(to_device_tree(node)), node.codes)
-        return node.inner_state
+        if not isinstance(node, Quantized):
+            return node.inner_state
+        return with_memory_of(dequantize(to_device_tree(node)), node.codes)
 
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 

@@ -131,9 +131,7 @@ def zero1(
         # One program, so that no device ever holds more than its part.
         return TracedCall.of(init_parts, params).run()
 
-    def in_parts(
-        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
-    ) -> PartStep:
+    def in_parts(updates: Any, state: Any, params: Any, extra_args: Any) -> PartStep:
         cuts = _Cuts(require_params(params, "zero1"), mesh, axes, param_specs)
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
@@ -270,9 +268,7 @@ class _Cuts:
         cut = choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
         return cut.part if cut else None
 
-    def gather(
-        self, params: optax.Params, state: optax.OptState
-    ) -> tuple[optax.Params, optax.OptState]:
+    def gather(self, params: optax.Params, state: Any) -> tuple[optax.Params, Any]:
         """Return the whole of new params, and the state as it is cut."""
         values = self.leaves.match(params, "`params`")
         last = None
@@ -287,9 +283,7 @@ class _Cuts:
             last = i if is_large else last
         return self.leaves.unflatten(values), self.cut(state)
 
-    def gather_updates(
-        self, params: optax.Params, changes: optax.Updates
-    ) -> optax.Updates:
+    def gather_updates(self, params: Any, changes: optax.Updates) -> optax.Updates:
         """Return the updates of whole params, from parts of these and their updates."""
         parts = self.leaves.match(params, "`params`")
         updates = self.leaves.match(changes, "the updates of `inner`")
@@ -320,9 +314,7 @@ def _specs_of(params: Any, param_specs: Any) -> list[PartitionSpec]:
     return specs
 
 
-def _warn_if_elsewhere(
-    state: optax.OptState, shardings: Sequence[NamedSharding | None]
-) -> None:
+def _warn_if_elsewhere(state: Any, shardings: Sequence[NamedSharding | None]) -> None:
     """Warn if a state is not cut as its params are, as far as arrays or types say."""
     leaves = tree_leaves_with_path(state)
     for (path, leaf), wanted in zip(leaves, shardings, strict=True):

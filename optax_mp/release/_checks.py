@@ -24,12 +24,6 @@ from optax_mp.wrappers._mistakes import check_state_first
 CALLER = "release_gradients"
 
 
-def skips_steps(tx: Any, layers: Any) -> bool:
-    """Return whether an optimizer skips steps whose gradients are not finite."""
-    state = jax.eval_shape(tx.init, layers)
-    return bool(find_states(state, (LossScaleState, optax.ApplyIfFiniteState)))
-
-
 def common_scale(opt_states: list[Any]) -> jax.Array | None:
     """Return the loss scale in the states of all stacks of layers; None without one."""
     found = [find_states(plain(x), LossScaleState) for x in opt_states]
@@ -47,7 +41,7 @@ def common_scale(opt_states: list[Any]) -> jax.Array | None:
     return scales[0][0]
 
 
-def check_layers(layers: Any, *, is_scaled: bool) -> None:
+def _check_layers(layers: Any, is_scaled: bool) -> None:
     """Raise unless all arrays have the same leading axis."""
     leaves = tree_leaves_with_path(layers)
     count = next((x.shape[0] for _, x in leaves if getattr(x, "ndim", 0)), None)
@@ -77,8 +71,19 @@ def check_layers(layers: Any, *, is_scaled: bool) -> None:
             )
 
 
-def check_optimizer(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> None:
-    """Raise unless an optimizer steps a layer by only this layer's gradient."""
+def check_stack(stack: Any, *, is_scaled: bool, by_layer: bool) -> bool:
+    """Raise unless an optimizer steps a layer by only this layer's gradient.
+
+    Args:
+        stack: optimizer, state, layers and shardings.
+        is_scaled: whether the loss is scaled.
+        by_layer: whether the optimizer may need all gradients of a layer.
+
+    Returns:
+        Whether it skips steps whose gradients are not finite.
+    """
+    tx, opt_state, layers, _ = stack
+    _check_layers(layers, is_scaled)
     call = "release_gradients(loss, tx)(opt_state, layers, rest, ...)"
     check_state_first(opt_state, layers, CALLER, call)
     if getattr(tx, "offloaded", None):
@@ -109,11 +114,15 @@ def check_optimizer(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> 
             " params)` fails for one layer; take a separate step. It raised "
             f"{type(error).__name__}: {error}"
         ) from error
-    update, (updates, after) = made
+    update, (_, after) = made
     before = jax.eval_shape(lambda: layer_at(opt_state, 0))
     _check_state(before, after, "what `tx.update` returns")
+    skips = bool(find_states(wanted, (LossScaleState, optax.ApplyIfFiniteState)))
     if not by_layer:
-        _check_leafwise(tx, update, len(jax.tree.leaves(updates)), layers)
+        init = jax.make_jaxpr(jax.vmap(tx.init))(layers)
+        # Whether gradients are finite is known of all layers before the first step.
+        _check_leafwise(init, update, layers, {"is_finite"} if skips else ())
+    return skips
 
 
 def _check_state(wanted: Any, given: Any, name: str) -> None:
@@ -131,21 +140,19 @@ def _check_state(wanted: Any, given: Any, name: str) -> None:
             )
 
 
-def _check_leafwise(tx: Any, update: Any, count: int, layers: Any) -> None:
+def _check_leafwise(init: Any, update: Any, layers: Any, known: Any) -> None:
     """Raise if the update of an array depends on another array of the params.
 
     Args:
-        tx: the optimizer.
-        update: the jaxpr of its update, from state and layers.
-        count: how many of its outputs are updates; the others are the state.
+        init: the jaxpr from the layers to the state of their optimizer.
+        update: the jaxpr of its update, from state and layers to updates and state.
         layers: the layers.
+        known: names of primitives whose results are known before.
     """
     paths = [path for path, _ in tree_leaves_with_path(layers)]
     of_layers = [Origin(frozenset({i})) for i in range(len(paths))]
-    of_state = origins(jax.make_jaxpr(jax.vmap(tx.init))(layers), of_layers)
-    # Whether gradients are finite is known of all layers before the first step.
-    known = {"is_finite"} if skips_steps(tx, layers) else ()
-    found, before = [], None
+    of_state = origins(init, of_layers)
+    count, found, before = len(update.out_avals) - len(of_state), [], None
     while of_state != before:
         found, before = origins(update, [*of_state, *of_layers], known), of_state
         # In the next step, the state is computed from what this one was given.
@@ -186,7 +193,7 @@ def check_scans(jaxpr: Any, released: Any) -> None:
             )
 
 
-def check_stepped(released: Any) -> None:
+def check_steps(released: Any) -> None:
     """Raise unless the backward pass has stepped each stack of layers."""
     for path, x in tree_leaves_with_path(released, is_leaf=is_released):
         if not x.stack.is_stepped:

@@ -24,7 +24,6 @@ from optax_mp.trees._tree import (
     in_float32,
     is_inexact,
     is_key,
-    only_inexact,
 )
 
 
@@ -86,10 +85,8 @@ class ReleasedStack:
 
 
 def times(tree: Any, factor: Any) -> Any:
-    """Multiply the floating arrays of a tree by a factor, or by nothing if None."""
-    if factor is None:
-        return tree
-    return jax.tree.map(lambda x: x * factor if is_inexact(x) else x, tree)
+    """Multiply gradients by a factor, or by nothing if None."""
+    return tree if factor is None else jax.tree.map(lambda x: x * factor, tree)
 
 
 def measure(grads: Any) -> jax.Array:
@@ -98,7 +95,7 @@ def measure(grads: Any) -> jax.Array:
     Two numbers, because squares of finite gradients can overflow: the first decides how
     much is clipped, the second whether a step is skipped.
     """
-    squares = optax.tree.norm(only_inexact(grads), squared=True)
+    squares = optax.tree.norm(grads, squared=True)
     return jnp.stack([jnp.float32(squares), jnp.float32(~all_finite(grads))])
 
 

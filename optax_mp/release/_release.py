@@ -8,20 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._jax._jaxpr import TracedCall, evaluate
-from optax_mp.release._checks import (
-    CALLER,
-    check_layers,
-    check_optimizer,
-    check_scans,
-    check_stepped,
-    common_scale,
-    skips_steps,
-)
+from optax_mp.release._checks import check_scans, check_stack, check_steps, common_scale
 from optax_mp.release._layers import is_released, measure, release, times
 from optax_mp.scaling._gradients import check_function, differentiate
 from optax_mp.scaling._rule import check_number
 from optax_mp.trees._tree import in_float32, is_array
 from optax_mp.wrappers._inner import as_transformation
+
+_CALLER = "release_gradients"
 
 
 def release_gradients(
@@ -103,11 +97,11 @@ def release_gradients(
         >>> float(value), layers.shape, bool((layers != 0).all())
         (1.0, (4, 3, 3), True)
     """
-    check_function(fun, 0, has_aux, CALLER)
+    check_function(fun, 0, has_aux, _CALLER)
     txs, treedef = _check_optimizers(tx)
     if max_norm is not None and not is_array(max_norm):
         expected = "a positive number"
-        check_number(f"{CALLER}: `max_norm`", max_norm, expected, lambda x: x > 0)
+        check_number(f"{_CALLER}: `max_norm`", max_norm, expected, lambda x: x > 0)
 
     def checked_loss(released: Any, *args: Any, **kwargs: Any) -> Any:
         given = (released, *args), kwargs
@@ -119,19 +113,17 @@ def release_gradients(
         trees = _by_optimizer(treedef, opt_state, layers, param_shardings)
         stacks = list(zip(txs, *trees, strict=True))
         scale = common_scale(trees[0])
-        for tx, opt_state, layers, _ in stacks:
-            check_layers(layers, is_scaled=scale is not None)
-            check_optimizer(tx, opt_state, layers, by_layer=by_layer)
+        facts = {"is_scaled": scale is not None, "by_layer": by_layer}
+        skips, factor = any([check_stack(x, **facts) for x in stacks]), None
 
         def gradients(released: Any) -> Any:
             given = (released, *args)
             value, (stepped, grads) = differentiate(
-                checked_loss, (0, 1), has_aux, scale, given, kwargs, CALLER
+                checked_loss, (0, 1), has_aux, scale, given, kwargs, _CALLER
             )
-            check_stepped(released)
+            check_steps(released)
             return value, stepped, in_float32(grads)
 
-        skips, factor = any(map(skips_steps, txs, trees[1])), None
         if skips or max_norm is not None:
             unscale = None if scale is None else 1 / scale
             norm, is_bad = _measure(gradients, treedef, stacks, unscale)
@@ -155,10 +147,10 @@ def _check_optimizers(tx: Any) -> tuple[list[Any], Any]:
     txs, treedef = jax.tree.flatten(tx, is_leaf=lambda x: isinstance(x, kinds))
     if not txs:
         raise TypeError(
-            f"{CALLER}: expected `tx` to be an optax gradient transformation, or a "
+            f"{_CALLER}: expected `tx` to be an optax gradient transformation, or a "
             f"tree with one for each stack of layers, got {tx!r}; pass an optimizer."
         )
-    return [as_transformation(x, CALLER, "tx") for x in txs], treedef
+    return [as_transformation(x, _CALLER, "tx") for x in txs], treedef
 
 
 def _by_optimizer(treedef: Any, *trees: Any) -> list[Any]:
@@ -168,7 +160,7 @@ def _by_optimizer(treedef: Any, *trees: Any) -> list[Any]:
         return [[x] * count if x is None else treedef.flatten_up_to(x) for x in trees]
     except ValueError as error:
         raise ValueError(
-            f"{CALLER}: expected `opt_state` and `layers` to be trees with a part for "
+            f"{_CALLER}: expected `opt_state` and `layers` to be trees with a part for "
             f"each of the {count} optimizers of `tx`, got others; for several "
             "optimizers in one stack of layers pass `optax.partition` of them. JAX "
             f"says: {error}"

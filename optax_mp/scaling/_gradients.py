@@ -200,9 +200,7 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
         )
 
 
-def _differentiated(
-    chosen: Sequence[int], args: Sequence[Any], caller: str
-) -> list[Any]:
+def _differentiated(chosen: Any, args: Sequence[Any], caller: str) -> list[Any]:
     """Return the chosen arguments; raise unless they exist and hold a float."""
     call = "f(params, ...)"
     if caller == "value_and_grad":

@@ -239,9 +239,7 @@ def _loss_scaling(
 _Evidence = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
-def _evidence(
-    bad_index: jax.Array, extra_args: dict[str, Any], caller: str
-) -> _Evidence:
+def _evidence(bad_index: jax.Array, extra_args: Any, caller: str) -> _Evidence:
     """Take from the extra arguments of an update what they say of the step."""
     dropped_count = extra_args.pop("dropped_count", None)
     call = "pass `tx.update(grads, state, params, dropped_count=dropped_count)`."

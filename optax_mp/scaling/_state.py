@@ -16,7 +16,6 @@ from optax_mp.trees._leaves import is_absent
 from optax_mp.trees._states import check_classes, find_states, inner_field
 from optax_mp.trees._tree import (
     copy_shared,
-    describe,
     is_floating,
     nonfinite_paths,
     spell,
@@ -118,11 +117,11 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
             f"multiplied by one, got {len(found)}, at {places}; put a single "
             "dynamic_loss_scale around the whole optimizer."
         )
-    if not found:
-        check_classes(opt_state, caller)
-        warn_unless_state(opt_state, caller)
-        return None
-    return found[0][1]
+    if found:
+        return found[0][1]
+    check_classes(opt_state, caller)
+    warn_unless_state(opt_state, caller)
+    return None
 
 
 def check_loss_scale(
@@ -191,8 +190,8 @@ def check_loss_scale(
         return
     if is_traced(state.scale):
         raise TypeError(
-            "check_loss_scale: expected a concrete loss scale, got a traced "
-            f"{describe(state.scale)}; call it outside jit."
+            "check_loss_scale: expected a concrete loss scale, got a traced one; call "
+            "it outside jit."
         )
     state = jax.device_get(state._replace(inner_state=()))
     member, state, params, grads = _worst_member(state, params, grads)
@@ -227,13 +226,20 @@ def _say_leaves(state: LossScaleState, opt_state: Any, params: Any, grads: Any) 
     """Return a sentence that names the leaves that were not finite."""
     if grads is not None:
         return f"Leaves: {', '.join(nonfinite_paths(grads)) or 'none in `grads`'}."
-    if params is not None:
-        name = _name_leaf(int(state.nonfinite_index), opt_state, params)
-        return f"The first leaf that was not finite was {name}."
-    return (
-        "Pass `params=params` to see the first leaf; find all of them with "
-        "optax_mp.nonfinite_paths(grads)."
-    )
+    if params is None:
+        return (
+            "Pass `params=params`, or find leaves by optax_mp.nonfinite_paths(grads)."
+        )
+    paths = [path for path, _ in tree_flatten_with_path(params, is_leaf=is_absent)[0]]
+    # `optax.masked` and `optax.partition` hide leaves and whole branches from a loss
+    # scale in them, so that the indices of the others are unknown.
+    masked = find_states(opt_state, optax.MaskedState)
+    are_masked = any(find_states(x, LossScaleState) for _, x in masked)
+    index = int(state.nonfinite_index)
+    name = f"number {index} of the gradients that the loss scale sees, counted from 0"
+    if 0 <= index < len(paths) and not are_masked:
+        name = spell(paths[index])
+    return f"The first leaf that was not finite was {name}."
 
 
 def _worst_member(state: LossScaleState, *trees: Any) -> tuple[Any, ...]:
@@ -288,18 +294,6 @@ def _explain_cause(state: LossScaleState, params: Any) -> str:
     return explained
 
 
-def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
-    """Return the path of the param whose gradient had an index, or the index."""
-    paths = [path for path, _ in tree_flatten_with_path(params, is_leaf=is_absent)[0]]
-    # `optax.masked` and `optax.partition` hide leaves and whole branches from a loss
-    # scale in them, so that the indices of the others are unknown.
-    masked = find_states(opt_state, optax.MaskedState)
-    are_masked = any(find_states(state, LossScaleState) for _, state in masked)
-    if 0 <= index < len(paths) and not are_masked:
-        return spell(paths[index])
-    return f"number {index} of the gradients that the loss scale sees, counted from 0"
-
-
 def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:
     """Warn if gradients look plausible as they are, but not once they are unscaled.
 
@@ -311,8 +305,7 @@ def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:
     if _SMALL_NORM <= norm < _SMALL_NORM * state.scale:
         warn(
             f"check_loss_scale: expected a norm of {_SMALL_NORM} or more for the "
-            f"unscaled gradients, got {norm / state.scale:.1g}, as the norm of `grads` "
-            f"is {norm:.3g} and the loss scale is {state.scale:g}; they were probably "
+            f"unscaled gradients, got {norm / state.scale:.1g}; `grads` were probably "
             "clipped or unscaled before `tx.update`, which unscales them. Clip inside, "
             "as `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
         )

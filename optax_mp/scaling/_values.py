@@ -244,9 +244,7 @@ def dynamic_scale_grad(
     return evaluate
 
 
-def _with_retries(
-    fun: Callable[..., Any], has_aux: bool, redo_on_nan: int, caller: str
-) -> Callable[..., Any]:
+def _with_retries(fun: Any, has_aux: bool, redo_on_nan: int, caller: str) -> Any:
     check_function(fun, 0, has_aux, caller)
     check_settings(caller, redo_on_nan=redo_on_nan)
 

@@ -707,10 +707,10 @@ UNFIT = {
         "layers": layers_of() | {"bias": jnp.zeros((3, WIDTH))}, "state": (),
     },
     "what `tx.update` returns .* wrap `tx`": {"layers": layers_of(jnp.bfloat16)},
-    r"`opt_state` to be .* int32\[4\] as \[0\].count, got int32\[\]; pass": {
+    r"`opt_state` to have int32\[4\] as \[0\].count, got int32\[\]; pass": {
         "tx": ADAM, "state": ADAM.init(layers_of()),
     },
-    "with 5 as its number of arrays, got 1": {"tx": ADAM, "state": {"n": jnp.zeros(4)}},
+    "to have 5 as its number of arrays, got 1": {"tx": ADAM, "state": {"n": jnp.zeros(4)}},
 }  # fmt: skip
 
 

@@ -108,7 +108,7 @@ MISPLACED = {
     ),
     "check_loss_scale under jit": (
         lambda: jax.jit(optax_mp.check_loss_scale)(SCALED_STATE),
-        TypeError, r"concrete loss scale, got a traced float32\[\]; call it outside jit",
+        TypeError, "concrete loss scale, got a traced one; call it outside jit",
     ),
     "master_params(params, state)": (
         lambda: optax_mp.master_params(PARAMS, STATE),
