@@ -132,9 +132,7 @@ def convert_opt_state(
     return copy_shared(filled, (opt_state, params))
 
 
-def _adapt_scale(
-    state: LossScaleState, from_tx: Any, template: Any, params: optax.Params
-) -> LossScaleState:
+def _adapt_scale(state: Any, from_tx: Any, template: Any, params: Any) -> Any:
     """Return the state of a loss scale, reset if its settings have changed.
 
     Otherwise it might not be the new constant. New bounds hold from the next step on.
@@ -208,9 +206,7 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) ->
     return jax.tree.map(fill, template, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def _replace_masters(
-    opt_state: optax.OptState, weights: PyTree, leaves: Leaves
-) -> optax.OptState:
+def _replace_masters(opt_state: Any, weights: PyTree, leaves: Leaves) -> Any:
     """Return a state of the new form with the masters of the run."""
     values = leaves.match(weights, "the masters")
 

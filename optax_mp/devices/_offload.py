@@ -138,9 +138,8 @@ def offload(
     ) -> tuple[optax.Updates, Any]:
         if compiles() and not has_tracers((updates, state, params, extra_args)):
             warn(
-                "offload: expected a call of `update` within `jax.jit`, got one "
-                "outside, where it copies all of the state in host memory; donate the "
-                "state to the jitted step: `jax.jit(step, donate_argnums=...)`."
+                "offload: expected `update` within `jax.jit`, got one outside, which "
+                "copies all of the state; use `jax.jit(step, donate_argnums=...)`."
             )
             given = (updates, state, params), extra_args
             return TracedCall.of(lambda x: update_fn(*x[0], **x[1]), given).run()
@@ -163,9 +162,8 @@ def offload(
         given, state = (updates, params, traced), on_host(state, min_size)
         if context.is_in_take_step:
             return run_on_device(step, given, state, context.proceed)
-        of_params = spread_shardings(
-            params, param_shardings, _CALLER, context.part_shardings
-        )
+        parts = context.part_shardings
+        of_params = spread_shardings(params, param_shardings, _CALLER, parts)
         known_plan = plan._replace(shardings=like_params(state, params, of_params))
         result = step_from_host(step_between, given, state, known_plan, context.proceed)
         return result or step_between(given, state, context.proceed)
@@ -185,9 +183,8 @@ def check_kind(memory_kind: Any, caller: str) -> None:
         )
     if not KNOWS_MEMORIES:
         raise RuntimeError(
-            f"{caller}: expected JAX 0.10 or later, which moves arrays between "
-            f"memories within a program, got JAX {jax.__version__}; update JAX, or "
-            "pass `memory_kind=None` for no effect."
+            f"{caller}: expected JAX 0.10 or later, got JAX {jax.__version__}; update "
+            "JAX, or pass `memory_kind=None` for no effect."
         )
 
 
@@ -268,9 +265,9 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
         if _is_misplaced(leaf, min_size):
             warn(
                 f"offload: expected {spell(path)} of the state in host memory, got "
-                f"{describe(leaf)} in device memory; this step moves it. Restore "
-                "checkpoints into `tx.init(params)`; give shardings and descriptions "
-                '`memory_kind="pinned_host"`; move what a loop or a branch carries '
-                "before it, with `jax.device_put`; and put no `offload` into another."
+                f"{describe(leaf)} in device memory, so this step moves it; restore "
+                "checkpoints into `tx.init(params)`, give shardings and descriptions "
+                '`memory_kind="pinned_host"`, move what a loop or a branch carries '
+                "before it, with `jax.device_put`, and put no `offload` into another."
             )
             return

@@ -72,8 +72,24 @@ def state_shardings(
         >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
     """
     tx = as_transformation(tx, _CALLER, "tx")
-    state = describe_state(tx.init, _describe_params(params, shardings))
-    return jax.tree.map(lambda x: x.sharding, state)
+    if shardings is None:
+        shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
+    spread = iter(spread_prefix(params, shardings, f"{_CALLER}: `shardings`"))
+
+    def describe_param(path: Any, param: Any) -> Any:
+        sharding = next(spread)
+        if not is_array(param):
+            return param
+        if not isinstance(sharding, NamedSharding):
+            raise TypeError(
+                f"{_CALLER}: expected the sharding of param {spell(path)}, which is "
+                f"{describe(param)}, to be a NamedSharding, got {sharding!r}; pass "
+                "`shardings`, such as `NamedSharding(mesh, PartitionSpec())`."
+            )
+        return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)
+
+    described = jax.tree_util.tree_map_with_path(describe_param, params)
+    return jax.tree.map(lambda x: x.sharding, describe_state(tx.init, described))
 
 
 def like_params(
@@ -94,27 +110,6 @@ def like_params(
         None if i is None or jnp.shape(x) != shapes[i] else shardings[i]
         for x, i in both
     ]
-
-
-def _describe_params(params: PyTree, shardings: PyTree) -> PyTree:
-    """Return descriptions of the params, with their shardings."""
-    if shardings is None:
-        shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
-    spread = iter(spread_prefix(params, shardings, f"{_CALLER}: `shardings`"))
-
-    def describe_param(path: Any, param: Any) -> Any:
-        sharding = next(spread)
-        if not is_array(param):
-            return param
-        if not isinstance(sharding, NamedSharding):
-            raise TypeError(
-                f"{_CALLER}: expected the sharding of param {spell(path)}, which is "
-                f"{describe(param)}, to be a NamedSharding, got {sharding!r}; pass "
-                "`shardings`, such as `NamedSharding(mesh, PartitionSpec())`."
-            )
-        return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)
-
-    return jax.tree_util.tree_map_with_path(describe_param, params)
 
 
 class Cut(NamedTuple):

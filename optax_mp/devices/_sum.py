@@ -78,8 +78,7 @@ def check_exchange_dtype(dtype: Any, caller: str) -> jnp.dtype:
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
             f"{caller}: expected `exchange_dtype` to be bfloat16, float16 or float32, "
-            f"got {dtype.name}; pass bfloat16, or float16 for float16 gradients of a "
-            "scaled loss."
+            f"got {dtype.name}."
         )
     return dtype
 
@@ -117,11 +116,10 @@ def _sum_leaf(
     # Without `check_vma` no type says anything.
     if missing := varying_axes(lax.axis_index(axis_name)) - varying_axes(x):
         raise ValueError(
-            f"{_CALLER}: expected leaf {spell(path)} to be the gradient of each "
-            f"device's own loss, got {describe(x)} that is equal on all devices of "
-            f"{sorted(missing)}; differentiate with respect to `jax.lax.pcast(params, "
-            'axis_name, to="varying")` (`jax.lax.pvary` in JAX 0.8), or pass '
-            "`check_vma=False` to `jax.shard_map`."
+            f"{_CALLER}: expected leaf {spell(path)} to be of each device's own loss, "
+            f"got {describe(x)} that is equal on all devices of {sorted(missing)}; "
+            "differentiate with respect to `jax.lax.pcast(params, axis_name, "
+            'to="varying")` (`jax.lax.pvary` in JAX 0.8), or pass `check_vma=False`.'
         )
     count = lax.axis_size(axis_name)
     dim = next((d for d, n in enumerate(x.shape) if n and n % count == 0), None)

@@ -150,7 +150,7 @@ def zero1(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         part = in_parts(updates, state, params, extra_args)
-        changes, state = update_by_engine(*part[:-1])
+        changes, state = update_by_engine(*part[:-2], part.shardings or ())
         return part.cuts.gather_updates(part.params, changes), part.cuts.cut(state)
 
     made = Transformation.around("zero1", inner, init_fn, update_fn, is_leafwise=False)
@@ -231,8 +231,7 @@ class _Cuts:
             if jnp.shape(grad) != (count, *param.shape):
                 raise ValueError(
                     f"zero1: expected the gradient at {spell(self.leaves.paths[i])} to "
-                    f"have a leading axis of {count}, one for each device, before "
-                    f"{list(param.shape)}, because of `exchange_dtype`, got "
+                    f"have a leading axis of {count} devices before {param.shape}, got "
                     f"{describe(grad)}; take gradients by `jax.vmap` over the parts of "
                     "the batch, or leave out `exchange_dtype` if they are summed."
                 )
@@ -301,16 +300,16 @@ def _specs_of(params: Any, param_specs: Any) -> list[PartitionSpec]:
         params: the params.
         param_specs: a tree of specs or shardings like the params, or a prefix of one.
     """
-    specs = spread_prefix(params, param_specs, "zero1: `param_specs`")
-    for i, spec in enumerate(specs):
+    specs = []
+    for spec in spread_prefix(params, param_specs, "zero1: `param_specs`"):
         if not isinstance(spec, PartitionSpec | Sharding | None):
             raise TypeError(
                 "zero1: expected `param_specs` to hold PartitionSpecs or shardings, "
                 f"got {spec!r}."
             )
-        if not isinstance(spec, PartitionSpec):
-            # Of shardings, only a NamedSharding has a spec.
-            specs[i] = getattr(spec, "spec", PartitionSpec())
+        # Of shardings, only a NamedSharding has a spec.
+        is_spec = isinstance(spec, PartitionSpec)
+        specs.append(spec if is_spec else getattr(spec, "spec", PartitionSpec()))
     return specs
 
 

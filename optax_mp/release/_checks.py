@@ -91,7 +91,7 @@ def check_stack(stack: Any, *, is_scaled: bool, by_layer: bool) -> bool:
             f"{CALLER}: expected `tx` without `offload`, got one with it; pass a state "
             "in host memory, as `jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
         )
-    wanted = jax.eval_shape(jax.vmap(tx.init), layers)
+    init, wanted = jax.make_jaxpr(jax.vmap(tx.init), return_shape=True)(layers)
     if find_states(wanted, optax.MultiStepsState):
         raise ValueError(
             f"{CALLER}: expected `tx` to need the gradients of one layer at a time, "
@@ -109,17 +109,15 @@ def check_stack(stack: Any, *, is_scaled: bool, by_layer: bool) -> bool:
         made = jax.make_jaxpr(update_layer, return_shape=True)(opt_state, layers)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{CALLER}: expected a `tx` that needs only gradients and params, because "
-            "no layer has a loss of its own, got one whose `tx.update(grads, opt_state,"
-            " params)` fails for one layer; take a separate step. It raised "
-            f"{type(error).__name__}: {error}"
+            f"{CALLER}: expected a `tx` that needs only gradients and params of a "
+            "layer, got one whose `tx.update(grads, opt_state, params)` fails for one "
+            f"layer; take a separate step. It raised {type(error).__name__}: {error}"
         ) from error
     update, (_, after) = made
     before = jax.eval_shape(lambda: layer_at(opt_state, 0))
     _check_state(before, after, "what `tx.update` returns")
     skips = bool(find_states(wanted, (LossScaleState, optax.ApplyIfFiniteState)))
     if not by_layer:
-        init = jax.make_jaxpr(jax.vmap(tx.init))(layers)
         # Whether gradients are finite is known of all layers before the first step.
         _check_leafwise(init, update, layers, {"is_finite"} if skips else ())
     return skips
@@ -135,8 +133,8 @@ def _check_state(wanted: Any, given: Any, name: str) -> None:
         if got != want:
             raise ValueError(
                 f"{CALLER}: expected {name} to have {want} as {what}, got {got}; pass "
-                "`jax.vmap(tx.init)(layers)`, wrap `tx` in `mixed_precision` if it "
-                "changes a dtype, and take out what adds arrays, as `optax.monitor`."
+                "`jax.vmap(tx.init)(layers)`, wrap `tx` in `mixed_precision` if dtypes "
+                "change, and take out what adds arrays, as `optax.monitor` does."
             )
 
 
@@ -163,9 +161,8 @@ def _check_leafwise(init: Any, update: Any, layers: Any, known: Any) -> None:
             raise ValueError(
                 f"{CALLER}: expected `tx` to update each array by itself, got an update"
                 f" of several params, such as {first} and {second}, in "
-                f"{origin.joined_in}; clip by the global norm with `{CALLER}(loss, tx, "
-                "max_norm=1)` and a `tx` that does not clip; or pass `by_layer=True`, "
-                "to compute it over the arrays of each layer."
+                f"{origin.joined_in}; clip by the global norm with `max_norm=1` and not"
+                " in `tx`, or pass `by_layer=True`, to compute it for each layer."
             )
 
 

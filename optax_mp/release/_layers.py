@@ -5,7 +5,7 @@ Only `scan_layers` may read it. Whatever else a loss tries with it is an error t
 what to do.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -103,16 +103,11 @@ def _refuse(self: Any, *_: Any) -> NoReturn:
     raise TypeError(
         "release_gradients: expected a loss that passes its layers to `scan_layers`, "
         "got one that reads an array of them; use `optax_mp.scan_layers` in place of "
-        "`jax.lax.scan`, and read `layers` in its block alone. What the loss needs of "
-        "them elsewhere, such as a norm, the block returns as an output."
+        "`jax.lax.scan`, whose block may return a norm, for example, as an output."
     )
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["float_layers", "float_state", "factor"],
-    meta_fields=["stack"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class ReleasedLayers:
     """What a loss gets in place of stacked layers, for `scan_layers`.
@@ -129,7 +124,7 @@ class ReleasedLayers:
     float_layers: Any
     float_state: Any
     factor: Any
-    stack: ReleasedStack
+    stack: ReleasedStack = field(metadata={"static": True})
 
     @classmethod
     def of(cls, layers: Any, opt_state: Any, stack: Any, factor: Any = None) -> Any:

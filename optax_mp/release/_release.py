@@ -10,7 +10,7 @@ import optax
 from optax_mp._jax._jaxpr import TracedCall, evaluate
 from optax_mp.release._checks import check_scans, check_stack, check_steps, common_scale
 from optax_mp.release._layers import is_released, measure, release, times
-from optax_mp.scaling._gradients import check_function, differentiate
+from optax_mp.scaling._gradients import check_function, gradients_of
 from optax_mp.scaling._rule import check_number
 from optax_mp.trees._tree import in_float32, is_array
 from optax_mp.wrappers._inner import as_transformation
@@ -109,6 +109,8 @@ def release_gradients(
         check_scans(traced.closed, released)
         return traced.unflatten(evaluate(traced.closed, traced.arrays))
 
+    differentiate = gradients_of(checked_loss, (0, 1), has_aux, _CALLER)
+
     def run(opt_state: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
         trees = _by_optimizer(treedef, opt_state, layers, param_shardings)
         stacks = list(zip(txs, *trees, strict=True))
@@ -117,10 +119,7 @@ def release_gradients(
         skips, factor = any([check_stack(x, **facts) for x in stacks]), None
 
         def gradients(released: Any) -> Any:
-            given = (released, *args)
-            value, (stepped, grads) = differentiate(
-                checked_loss, (0, 1), has_aux, scale, given, kwargs, _CALLER
-            )
+            value, (stepped, grads) = differentiate(scale, (released, *args), kwargs)
             check_steps(released)
             return value, stepped, in_float32(grads)
 

@@ -115,13 +115,12 @@ def _with_closed_over(function: Callable[..., Any], args: Any) -> tuple[Any, lis
 
 def _refuse_vmap(arrays: Any) -> None:
     """Raise within a `vmap` of the loss, where each example would take a step."""
-    for x in jax.tree.leaves(arrays):
-        if is_traced(x) and not is_traced_by_jit(x):
-            raise ValueError(
-                "scan_layers: expected one scan of released layers for the whole "
-                "batch, got one within `jax.vmap` or `jax.grad`; transform the layer "
-                "instead, as `jax.vmap(layer, in_axes=(0, None))` in the block."
-            )
+    if any(is_traced(x) and not is_traced_by_jit(x) for x in jax.tree.leaves(arrays)):
+        raise ValueError(
+            "scan_layers: expected one scan of released layers for the whole batch, "
+            "got one within `jax.vmap` or `jax.grad`; transform the layer instead, as "
+            "`jax.vmap(layer, in_axes=(0, None))` in the block."
+        )
 
 
 def layer_at(tree: Any, index: Any) -> Any:
@@ -159,17 +158,6 @@ class _Loop:
     vjp_def: Any = None
     like: Any = None
 
-    def saving(self, carry: Any, *readable: Any) -> tuple[Any, Any]:
-        """Return what the block returns, with what derivatives need beside outputs."""
-        (after, outputs), vjp = jax.vjp(self.block, carry, *readable)
-        self.like = jax.eval_shape(lambda: (after, outputs))
-        # The function is a pytree of the arrays that it needs. Weights and masks among
-        # them are there anyway: only the others are saved, layer by layer.
-        needed, self.vjp_def = jax.tree.flatten(vjp)
-        place_of = {id(x): i for i, x in enumerate(jax.tree.leaves(readable))}
-        self.places = [place_of.get(id(x)) for x in needed]
-        return after, (outputs, [x for x in needed if id(x) not in place_of])
-
     def block_vjp(self, saved: Any, readable: Any, cotangents: Any) -> Any:
         """Return the gradients of the block's arguments."""
         rest, leaves = iter(saved), jax.tree.leaves(readable)
@@ -189,7 +177,15 @@ class _Loop:
         def body(carry: Any, slices: Any) -> Any:
             layers, others = slices
             weights = list(map(ReleasedStack.in_rows, stacks, layers))
-            return self.saving(carry, weights, others, consts)
+            readable = weights, others, consts
+            (after, outputs), vjp = jax.vjp(self.block, carry, *readable)
+            self.like = jax.eval_shape(lambda: (after, outputs))
+            # The function is a pytree of the arrays that it needs. Weights and masks
+            # among them are there anyway: only the others are saved, layer by layer.
+            needed, self.vjp_def = jax.tree.flatten(vjp)
+            place_of = {id(x): i for i, x in enumerate(jax.tree.leaves(readable))}
+            self.places = [place_of.get(id(x)) for x in needed]
+            return after, (outputs, [x for x in needed if id(x) not in place_of])
 
         layers = [x.layers for x in released]
         carry, (ys, saved) = lax.scan(body, carry, (layers, others), **self.settings)
@@ -222,14 +218,13 @@ class _Loop:
         old = [x.layers for x in released]
         layers = [None if x.measures else y for x, y in zip(stacks, old, strict=True)]
         states = [x.opt_state for x in released]
-        count = len(jax.tree.leaves(old)[0])
         totals = jax.tree.map(jnp.zeros_like, only_inexact(consts))
         # The first layer that the block passed comes last.
         backward = self.settings | {"reverse": not self.settings["reverse"]}
         (before, totals, layers, states), of_others = lax.scan(
             body,
             (after, totals, layers, states),
-            (jnp.arange(count), saved, others, of_outputs),
+            (jnp.arange(len(jax.tree.leaves(old)[0])), saved, others, of_outputs),
             **backward,
         )
         for stack in stacks:

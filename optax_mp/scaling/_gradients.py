@@ -101,7 +101,7 @@ def value_and_grad(
         (5.0, 'float32', [16.0, 32.0])
     """
     caller = "value_and_grad"
-    check_function(fun, argnums, has_aux, caller)
+    differentiate = gradients_of(fun, argnums, has_aux, caller)
     known_events: set[Event] = set()
 
     def evaluate(opt_state: optax.OptState, *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +111,9 @@ def value_and_grad(
         state = loss_scale_state(opt_state, caller)
         if state is not None:
             count_event("takes scaled gradients")
-        factor = None if state is None else state.scale
         before = event_counts()
         try:
-            value, grads = differentiate(
-                fun, argnums, has_aux, factor, args, kwargs, caller
-            )
+            value, grads = differentiate(state and state.scale, args, kwargs)
         except TypeError as error:
             binds = [_binds(fun, x, kwargs) for x in (args, (opt_state, *args))]
             if binds != [False, True]:
@@ -141,44 +138,44 @@ def value_and_grad(
     return evaluate
 
 
-def differentiate(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    factor: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    caller: str,
-) -> tuple[Any, Any]:
-    """Return the unscaled value of `fun`, and gradients times `factor`.
+def gradients_of(
+    fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, caller: str
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]:
+    """Return a function of a factor, and of the arguments of `fun` and its keywords.
 
-    In 16 bits, small ones would be lost when they are unscaled or accumulated: callers
-    bring them to float32.
+    It returns the unscaled value of `fun`, and gradients times the factor. In 16 bits,
+    small ones would be lost when they are unscaled or accumulated: callers bring them
+    to float32.
     """
+    check_function(fun, argnums, has_aux, caller)
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    trees = _differentiated(chosen, args, caller)
 
-    def scaled_loss(variables: Any) -> tuple[Any, Any]:
-        new_args = list(args)
-        filled = jax.tree.map(lambda x, v: x if v is None else v, trees, variables)
-        for i, tree in zip(chosen, filled, strict=True):
-            new_args[i] = tree
-        value = loss = fun(*new_args, **kwargs)
-        if has_aux:
-            if not (isinstance(value, tuple) and len(value) == 2):
-                raise TypeError(
-                    f"{caller}: expected the function to return a pair (loss, aux), as "
-                    f"`has_aux` says, got {summarize(value)}."
-                )
-            loss = value[0]
-        _check_loss(loss, caller, "pass `has_aux=True` if it returns (loss, aux)")
-        return loss if factor is None else multiply(loss, factor), value
+    def evaluate(factor: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        trees = _differentiated(chosen, args, caller)
 
-    # Not `jax.value_and_grad`: its value would be the scaled loss.
-    grads, value = jax.grad(scaled_loss, has_aux=True)(only_inexact(trees))
-    if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
-        count_event("computes in float16")
-    return value, grads[0] if isinstance(argnums, int) else tuple(grads)
+        def scaled_loss(variables: Any) -> tuple[Any, Any]:
+            new_args = list(args)
+            filled = jax.tree.map(lambda x, v: x if v is None else v, trees, variables)
+            for i, tree in zip(chosen, filled, strict=True):
+                new_args[i] = tree
+            value = loss = fun(*new_args, **kwargs)
+            if has_aux:
+                if not (isinstance(value, tuple) and len(value) == 2):
+                    raise TypeError(
+                        f"{caller}: expected the function to return a pair (loss, aux),"
+                        f" as `has_aux` says, got {summarize(value)}."
+                    )
+                loss = value[0]
+            _check_loss(loss, caller, "pass `has_aux=True` if it returns (loss, aux)")
+            return loss if factor is None else multiply(loss, factor), value
+
+        # Not `jax.value_and_grad`: its value would be the scaled loss.
+        grads, value = jax.grad(scaled_loss, has_aux=True)(only_inexact(trees))
+        if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
+            count_event("computes in float16")
+        return value, grads[0] if isinstance(argnums, int) else tuple(grads)
+
+    return evaluate
 
 
 def _with_float_arrays(tree: Any) -> Any:
@@ -202,9 +199,8 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
 
 def _differentiated(chosen: Any, args: Sequence[Any], caller: str) -> list[Any]:
     """Return the chosen arguments; raise unless they exist and hold a float."""
-    call = "f(params, ...)"
-    if caller == "value_and_grad":
-        call = "f(opt_state, params, ...)"
+    takes_state = caller == "value_and_grad"
+    call = "f(opt_state, params, ...)" if takes_state else "f(params, ...)"
     for i in chosen:
         if not -len(args) <= i < len(args):
             raise ValueError(

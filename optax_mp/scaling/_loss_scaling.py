@@ -218,12 +218,10 @@ def _loss_scaling(
             # A line search compares it with the updates and the unscaled loss.
             hidden = hide_overwritten(extra_args["grad"])
             extra_args["grad"] = divide(hidden, state.scale)
-        inner_params = hide_overwritten(params)
 
         def step(inner_state: Any, extra_args: dict[str, Any]) -> Any:
-            out, inner_state = update_inner(
-                wrapped, caller, grads, inner_state, inner_params, **extra_args
-            )
+            args = grads, inner_state, hide_overwritten(params)
+            out, inner_state = update_inner(wrapped, caller, *args, **extra_args)
             return update_overwritten(out, updates, params, caller), inner_state
 
         # In a skipped step the updates are negative zeros, and the state stays.

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_mp._jax._arrays import is_traced
@@ -52,7 +51,7 @@ def check_number(
     """Raise an error that says what is `expected`, unless `value` is acceptable."""
     caller, _, name = argument.partition(": ")
     wanted = f"{caller}: expected {name} to be {expected}"
-    if np.shape(value) or not hasattr(value, "__float__"):
+    if getattr(value, "shape", ()) or not hasattr(value, "__float__"):
         raise TypeError(f"{wanted}, got {describe(value)}.")
     if is_traced(value):
         raise TypeError(

@@ -106,9 +106,8 @@ def hand_on(finite: jax.Array, unscaled: PyTree, grads: PyTree, caller: str) -> 
         return marked
     warn(
         f"{caller}: gradients under {_COLLECTION!r} are to take the place of their "
-        "params. As a link of a chain this transform only hands them on, and an "
-        "optimizer after it moves these params as if they were weights; put "
-        f"`optax_mp.{caller}` around the optimizer."
+        "params, but an optimizer after this link moves these params as if they were "
+        f"weights; put `optax_mp.{caller}` around the optimizer."
     )
     return tree_map_with_path(
         lambda path, old, new: old if _is_overwritten(path) else new, grads, marked
@@ -126,18 +125,14 @@ def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
     # A link does not mark the gradients of overwritten leaves.
     grads = hide_overwritten(grads)
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
-    if not leaves or any(bits(leaf.dtype) < 32 for leaf in leaves):
-        return True
     # Under shard_map a rank sees only its own part of such gradients, and values that
     # are equal on all ranks must not depend on that part.
-    if any(map(varies_by_rank, leaves)):
+    if not leaves or any(bits(x.dtype) < 32 or varies_by_rank(x) for x in leaves):
         return True
     return ~all_true([_is_negative_zero(leaf) for leaf in leaves])
 
 
-def warn_unless_counted(
-    extra_args: Mapping[str, Any], inner_state: PyTree, caller: str
-) -> None:
+def warn_unless_counted(extra_args: Any, inner_state: PyTree, caller: str) -> None:
     """Warn if an update is given dropped micro-batches and no loss scale is there."""
     if "dropped_count" not in extra_args or _a_link_ran.is_set():
         return

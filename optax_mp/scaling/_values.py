@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._warnings import count_event
-from optax_mp.scaling._gradients import check_function, differentiate
+from optax_mp.scaling._gradients import gradients_of
 from optax_mp.scaling._rule import LARGEST_SCALE, ScaleRule, adjust, check_settings
 from optax_mp.scaling._unscale import divide, multiply
 from optax_mp.trees._tree import PyTree, all_finite, describe, in_float32
@@ -245,12 +245,11 @@ def dynamic_scale_grad(
 
 
 def _with_retries(fun: Any, has_aux: bool, redo_on_nan: int, caller: str) -> Any:
-    check_function(fun, 0, has_aux, caller)
+    differentiate = gradients_of(fun, 0, has_aux, caller)
     check_settings(caller, redo_on_nan=redo_on_nan)
 
     def attempt(scale: Any, args: Any, kwargs: Any) -> Any:
-        factor = scale.loss_scale
-        value, grads = differentiate(fun, 0, has_aux, factor, args, kwargs, caller)
+        value, grads = differentiate(scale.loss_scale, args, kwargs)
         grads = scale.unscale(in_float32(grads))
         finite = all_finite((value[0] if has_aux else value, grads))
         return finite, (scale.adjust(finite), (value, grads))
