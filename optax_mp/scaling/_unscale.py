@@ -26,7 +26,7 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path, tree_map_w
 from jax.typing import ArrayLike
 
 from optax_mp._dtypes import at_least_float32, bits, difference
-from optax_mp._jax._contact import varies_by_rank
+from optax_mp._jax._contact import varying_axes
 from optax_mp._warnings import warn
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.trees._leaves import Leaves, is_absent
@@ -127,7 +127,7 @@ def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
     # Under shard_map a rank sees only its own part of such gradients, and values that
     # are equal on all ranks must not depend on that part.
-    if not leaves or any(bits(x.dtype) < 32 or varies_by_rank(x) for x in leaves):
+    if not leaves or any(bits(x.dtype) < 32 or varying_axes(x) for x in leaves):
         return True
     return ~all_true([_is_negative_zero(leaf) for leaf in leaves])
 
