@@ -72,8 +72,7 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
             f"{type(template).__name__}; pass `jax.eval_shape(tx.init, params)`."
         )
     saved_leaves = leaves_by_name(unwrap_metadata(saved))
-    expected = leaves_by_name(template)
-    lines = differences(saved_leaves, expected)
+    lines = differences(saved_leaves, leaves_by_name(template))
     if lines and not saved_leaves:
         raise ValueError(
             f"{_CALLER}: expected arrays in `saved`, got none; to describe what it did "
@@ -83,18 +82,15 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
     if lines:
         raise ValueError(
             f"{_CALLER}: expected the leaves, shapes and dtypes of `template` in the "
-            "checkpoint, got others.\n  " + "\n  ".join(lines) + "\n"
-            "Restore into `jax.eval_shape(tx.init, params)` with the `tx` and the "
-            "params of the run that saved it. Then change the form with "
-            "`optax_mp.convert_opt_state(opt_state, params, tx, new_tx)`, and the "
-            "dtype of the params with `optax_mp.cast_floating`."
+            "checkpoint, got others.\n  " + "\n  ".join(lines) + "\nRestore into "
+            "`jax.eval_shape(tx.init, params)` of the run that saved it. Then change "
+            "the form with `optax_mp.convert_opt_state(opt_state, params, tx, new_tx)`,"
+            " and the dtype of the params with `optax_mp.cast_floating`."
         )
 
 
-Path = tuple[Any, ...]
-# The names along a path, without the types of the containers.
-PathNames = tuple[str, ...]
-NamedLeaves = dict[PathNames, tuple[Path, Any]]
+# Path and leaf by the names along the path, without the types of the containers.
+NamedLeaves = dict[tuple[str, ...], tuple[Any, Any]]
 
 _MOST_SHOWN = 3  # differences of each kind
 
@@ -107,7 +103,7 @@ def unwrap_metadata(saved: PyTree) -> PyTree:
     return saved
 
 
-def names_of(path: Path) -> PathNames:
+def names_of(path: Any) -> tuple[str, ...]:
     """Return the names along a path."""
     names = tuple(keystr((entry,), simple=True) for entry in path)
     # Flax's boxes hold their array in `value`; its pure trees have no boxes.
@@ -150,7 +146,7 @@ def _shorten(lines: list[str]) -> list[str]:
     return lines[:_MOST_SHOWN] + ([f"and {rest} more like these"] if rest > 0 else [])
 
 
-def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
+def _consequence(leaf: Any, want: Any, names: tuple[str, ...]) -> str:
     """Return what a restore would do to a leaf; an empty string if nothing is wrong."""
     if is_key(leaf) != is_key(want):
         key_data = partial(jax.eval_shape, jax.random.key_data)

@@ -32,10 +32,9 @@ from optax_mp.wrappers._inner import as_transformation
 _CALLER = "convert_opt_state"
 _CAST_FIRST = (
     "it misses its master by the rounding of a 16-bit update, or was edited. To keep "
-    "the masters, cast them first, with `params = jax.tree.map(lambda m, p: "
-    "m.astype(p.dtype), optax_mp.master_params(opt_state, params), params)`; then "
-    "convert, and continue with these params. To keep an edit, convert "
-    "`optax_mp.follow_params(opt_state, params)`."
+    "the masters, continue with `params = jax.tree.map(lambda m, p: m.astype(p.dtype),"
+    " optax_mp.master_params(opt_state, params), params)`, and convert with these. To "
+    "keep an edit, convert `optax_mp.follow_params(opt_state, params)`."
 )
 _WRAPPERS = (
     MixedPrecisionState,
@@ -105,11 +104,8 @@ def convert_opt_state(
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
     _check_made_by(opt_state, from_tx, params)
-    wrappers = {
-        kind: states[0][1]
-        for kind in _WRAPPERS
-        if (states := find_states(opt_state, kind))
-    }
+    found = {kind: find_states(opt_state, kind) for kind in _WRAPPERS}
+    wrappers = {kind: states[0][1] for kind, states in found.items() if states}
     has_masters = MixedPrecisionState in wrappers
     weights = _masters(opt_state, leaves) if has_masters else params
     if StochasticRoundingState in wrappers:
@@ -118,16 +114,15 @@ def convert_opt_state(
         # The masters of the run will replace those of cast params.
         warnings.filterwarnings("ignore", "mixed_precision: param .* at `init`, which")
         template = to_tx.init(params)
-    if LossScaleState in wrappers:
-        kept = wrappers[LossScaleState]
+    if kept := wrappers.get(LossScaleState):
         wrappers[LossScaleState] = _adapt_scale(kept, from_tx, template, params)
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(to_device_tree(weights))
     name = "that of `to_tx`, which must have the same optimizer inside"
     inner = Leaves.of(_unwrap(template), caller=_CALLER, name=name)
-    part = "the optimizer's part of `opt_state`"
-    values = inner.match_arrays(_unwrap(opt_state), part)
+    own = _unwrap(opt_state)
+    values = inner.match_arrays(own, "the optimizer's part of `opt_state`")
     filled = _fill(template, iter(values), wrappers)
     if has_masters:
         filled = _replace_masters(filled, weights, leaves)
@@ -137,28 +132,21 @@ def convert_opt_state(
     return copy_shared(filled, (opt_state, params))
 
 
-def _adapt_scale(
-    state: LossScaleState, from_tx: Any, template: Any, params: optax.Params
-) -> LossScaleState:
+def _adapt_scale(state: Any, from_tx: Any, template: Any, params: Any) -> Any:
     """Return the state of a loss scale, reset if its settings have changed.
 
     Otherwise it might not be the new constant. New bounds hold from the next step on.
     """
 
     def start(state: Any) -> list[Any]:
-        states = find_states(state, LossScaleState)
-        return [x for _, s in states[:1] for x in (s.scale, s.hysteresis_left)]
+        """Return the scale, the count of finite steps, and the hysteresis."""
+        return [x for _, s in find_states(state, LossScaleState)[:1] for x in s[:3]]
 
     # As one program, which computes nothing else of that state.
     old = TracedCall.of(lambda params: start(from_tx.init(params)), params).run()
     new = start(template)
-    if not new or all(map(jnp.array_equal, old, new)):
-        return state
-    return state._replace(
-        scale=new[0],
-        hysteresis_left=new[1],
-        finite_count=jnp.zeros_like(state.finite_count),
-    )
+    is_same = not new or all(map(jnp.array_equal, old, new))
+    return state if is_same else LossScaleState(*new, *state[3:])
 
 
 # State in host memory is brought to the device leaf by leaf and put back, so that the
@@ -177,9 +165,9 @@ def _unwrap(state: optax.OptState) -> PyTree:
     """Return the state of the optimizer inside, dequantized."""
 
     def unwrap(node: Any) -> Any:
-        if isinstance(node, Quantized):
-            return with_memory_of(dequantize(to_device_tree(node)), node.codes)
-        return node.inner_state
+        if not isinstance(node, Quantized):
+            return node.inner_state
+        return with_memory_of(dequantize(to_device_tree(node)), node.codes)
 
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 
@@ -203,24 +191,22 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) ->
             if is_floating(value) and value.dtype != node.dtype:
                 value = to_device_tree(value).astype(node.dtype)
             return with_memory_of(value, node)
+        inner_state = _fill(node.inner_state, values, wrappers)
         kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
-        wrapper, old = node, wrappers.get(kind)
-        if kind is MixedPrecisionState and old is not None:
-            if None not in (old.last_exact, node.last_exact):
-                last_exact = with_memory_of(old.last_exact, node.last_exact)
-                wrapper = node._replace(last_exact=last_exact)
-        elif old is not None:
+        old = wrappers.get(kind, node)
+        if kind is not MixedPrecisionState:
             # Of the new type, which may say other settings.
-            wrapper = type(node)(**old._asdict())
-        return wrapper._replace(inner_state=_fill(node.inner_state, values, wrappers))
+            node = type(node)(**old._asdict())
+        elif None not in (old.last_exact, node.last_exact):
+            last_exact = with_memory_of(old.last_exact, node.last_exact)
+            node = node._replace(last_exact=last_exact)
+        return node._replace(inner_state=inner_state)
 
     kinds = (*_WRAPPERS, Quantized)
     return jax.tree.map(fill, template, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def _replace_masters(
-    opt_state: optax.OptState, weights: PyTree, leaves: Leaves
-) -> optax.OptState:
+def _replace_masters(opt_state: Any, weights: PyTree, leaves: Leaves) -> Any:
     """Return a state of the new form with the masters of the run."""
     values = leaves.match(weights, "the masters")
 
@@ -238,21 +224,17 @@ def _replace_masters(
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
     # Only traced, because a call of `init` would allocate a second state.
     expected = TracedCall.of(tx.init, params).unflatten_outputs()
-    used, wanted = _storages(state), _storages(expected)
-    if used != wanted:
-        kept, expected = (
-            f"masters in {', '.join(map(str, x))}" if x else "no masters"
-            for x in (used, wanted)
-        )
+    kept, wanted = (
+        [storage_of(node, _CALLER) for _, node in find_states(x, MixedPrecisionState)]
+        for x in (state, expected)
+    )
+    if kept != wanted:
+        names = [", ".join(map(str, x)) for x in (wanted, kept)]
+        want, got = (f"masters in {x}" if x else "no masters" for x in names)
         raise ValueError(
-            f"{_CALLER}: expected `opt_state` with {expected}, as `from_tx` makes it, "
-            f"got {kept}; pass as `from_tx` the transformation that made `opt_state`."
+            f"{_CALLER}: expected `opt_state` with {want}, as `from_tx` makes it, got "
+            f"{got}; pass as `from_tx` the transformation that made `opt_state`."
         )
     # Dtypes of floats may differ: some optimizers change them at their first step.
     made = Leaves.of(expected, caller=_CALLER, name="a state of `from_tx`")
     made.match_arrays(state, "`opt_state`")
-
-
-def _storages(state: Any) -> list[Storage]:
-    states = find_states(state, MixedPrecisionState)
-    return [storage_of(node, _CALLER) for _, node in states]

@@ -1,6 +1,7 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -130,19 +131,15 @@ def offload(
     if memory_kind is None:
         return inner
     check_kind(memory_kind, _CALLER)
-
-    def init_fn(params: optax.Params) -> Any:
-        check_memory_of(params, _CALLER)
-        return _init(inner, params, Plan(min_size, chunk_bytes))
+    plan = Plan(min_size, chunk_bytes)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         if compiles() and not has_tracers((updates, state, params, extra_args)):
             warn(
-                "offload: expected a call of `update` within `jax.jit`, got one "
-                "outside, where it copies all of the state in host memory; donate the "
-                "state to the jitted step: `jax.jit(step, donate_argnums=...)`."
+                "offload: expected `update` within `jax.jit`, got one outside, which "
+                "copies all of the state; use `jax.jit(step, donate_argnums=...)`."
             )
             given = (updates, state, params), extra_args
             return TracedCall.of(lambda x: update_fn(*x[0], **x[1]), given).run()
@@ -165,16 +162,15 @@ def offload(
         given, state = (updates, params, traced), on_host(state, min_size)
         if context.is_in_take_step:
             return run_on_device(step, given, state, context.proceed)
-        of_params = spread_shardings(
-            params, param_shardings, _CALLER, context.part_shardings
-        )
-        shardings = like_params(state, params, of_params)
-        plan = Plan(min_size, chunk_bytes, shardings)
-        result = step_from_host(step_between, given, state, plan, context.proceed)
+        parts = context.part_shardings
+        of_params = spread_shardings(params, param_shardings, _CALLER, parts)
+        known_plan = plan._replace(shardings=like_params(state, params, of_params))
+        result = step_from_host(step_between, given, state, known_plan, context.proceed)
         return result or step_between(given, state, context.proceed)
 
+    init_fn = partial(_init, inner, plan)
     made = Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=False)
-    made.offloaded = Plan(min_size, chunk_bytes), param_shardings
+    made.offloaded = plan, param_shardings
     return made
 
 
@@ -187,55 +183,51 @@ def check_kind(memory_kind: Any, caller: str) -> None:
         )
     if not KNOWS_MEMORIES:
         raise RuntimeError(
-            f"{caller}: expected JAX 0.10 or later, which moves arrays between "
-            f"memories within a program, got JAX {jax.__version__}; update JAX, or "
-            "pass `memory_kind=None` for no effect."
+            f"{caller}: expected JAX 0.10 or later, got JAX {jax.__version__}; update "
+            "JAX, or pass `memory_kind=None` for no effect."
         )
 
 
 def check_memory_of(params: Any, caller: str) -> None:
     """Raise if a param is on a device that has no memory of the host."""
     for path, leaf in tree_leaves_with_path(params):
-        if not isinstance(leaf, jax.Array) or is_traced(leaf):
-            continue
-        device = min(leaf.devices(), key=lambda device: device.id)
-        kinds = kinds_of_memory(device)
-        if HOST_KIND not in kinds:
-            raise ValueError(
-                f"{caller}: expected param {spell(path)} on a device with the memory "
-                f"{HOST_KIND!r}, got {device} of the {device.platform!r} backend with "
-                f"{kinds}; pass `memory_kind=None` for no effect."
-            )
+        if isinstance(leaf, jax.Array) and not is_traced(leaf):
+            device = min(leaf.devices(), key=lambda device: device.id)
+            if HOST_KIND not in (kinds := kinds_of_memory(device)):
+                raise ValueError(
+                    f"{caller}: expected param {spell(path)} on a device with the "
+                    f"memory {HOST_KIND!r}, got {device} of the {device.platform!r} "
+                    f"backend with {kinds}; pass `memory_kind=None` for no effect."
+                )
 
 
-def _is_large(x: Any, min_size: int) -> bool:
-    """Return whether an array of a state belongs in host memory."""
+def _is_misplaced(x: Any, min_size: int) -> bool:
+    """Return whether an array of a state belongs in host memory, and is not there."""
     is_number = is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
-    return is_number and x.size >= min_size
+    return is_number and x.size >= min_size and not is_on_host(x)
 
 
 def on_host(state: Any, min_size: int) -> Any:
     """Return a state with its large arrays in host memory."""
     return jax.tree.map(
-        lambda x: to_host(x) if _is_large(x, min_size) and not is_on_host(x) else x,
-        state,
+        lambda x: to_host(x) if _is_misplaced(x, min_size) else x, state
     )
 
 
-def _init(inner: Any, params: Any, plan: Plan) -> Any:
+def _init(inner: Any, plan: Plan, params: Any) -> Any:
     """Return the state of `inner` with its large arrays in host memory.
 
     They are computed a few at a time, so that the device never holds all of them.
     """
+    check_memory_of(params, _CALLER)
     # In one program XLA does not free an array once it is copied. For 24 leaves of 8192
     # x 8192 on a TPU v5e it would take 2.5 GiB of temporaries for AdamW with masters,
     # and 7.3 for compact state of 4.7 GiB; by loops of one iteration 11.8 and 13.5.
-    arrays = jax.tree.leaves(params)
 
     def init(params: Any) -> Any:
         return place_like_params(inner.init(params), params)
 
-    if any(map(is_traced, arrays)):
+    if has_tracers(params):
         return on_host(init(params), plan.min_size)
     try:
         traced = TracedCall.of(init, params)
@@ -251,33 +243,31 @@ def _init(inner: Any, params: Any, plan: Plan) -> Any:
     return copy_shared(state, params)
 
 
-def _groups(avals: Sequence[Any], plan: Plan) -> Iterator[list[int]]:
-    """Yield the outputs of `init` in groups: all small ones, then a chunk at a time."""
-    large = [i for i, x in enumerate(avals) if _is_large(x, plan.min_size)]
-    yield [i for i in range(len(avals)) if i not in set(large)]
-    group: list[int] = []
-    group_bytes = 0
-    for i in large:
-        own = bytes_on_device(avals[i])
-        if group and group_bytes + own > plan.chunk_bytes:
-            yield group
-            group, group_bytes = [], 0
-        group.append(i)
-        group_bytes += own
-    if group:
-        yield group
+def _groups(avals: Sequence[Any], plan: Plan) -> list[list[int]]:
+    """Return the outputs of `init` in groups: all small ones, then chunk by chunk."""
+    groups: list[list[int]] = [[]]
+    room = 0
+    for i, aval in enumerate(avals):
+        if not _is_misplaced(aval, plan.min_size):
+            groups[0].append(i)
+            continue
+        if (size := bytes_on_device(aval)) > room:
+            groups.append([])
+            room = plan.chunk_bytes
+        groups[-1].append(i)
+        room -= size
+    return groups
 
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:
     """Warn if a large array of a state is not in host memory."""
     for path, leaf in tree_leaves_with_path(state):
-        if _is_large(leaf, min_size) and not is_on_host(leaf):
+        if _is_misplaced(leaf, min_size):
             warn(
                 f"offload: expected {spell(path)} of the state in host memory, got "
-                f"{describe(leaf)} in device memory; this step moves it. Restore "
-                "checkpoints into `tx.init(params)`; give `out_shardings` of `jit`, "
-                'and descriptions for `lower`, `memory_kind="pinned_host"`; move what '
-                "a loop or a branch carries before, with `jax.device_put`; and put no "
-                "`offload` into another."
+                f"{describe(leaf)} in device memory, so this step moves it; restore "
+                "checkpoints into `tx.init(params)`, give shardings and descriptions "
+                '`memory_kind="pinned_host"`, move what a loop or a branch carries '
+                "before it, with `jax.device_put`, and put no `offload` into another."
             )
             return

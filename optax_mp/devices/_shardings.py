@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import (
     HOST_KIND,
@@ -72,8 +72,24 @@ def state_shardings(
         >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
     """
     tx = as_transformation(tx, _CALLER, "tx")
-    state = describe_state(tx.init, _describe_params(params, shardings))
-    return jax.tree.map(lambda x: x.sharding, state)
+    if shardings is None:
+        shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
+    spread = iter(spread_prefix(params, shardings, f"{_CALLER}: `shardings`"))
+
+    def describe_param(path: Any, param: Any) -> Any:
+        sharding = next(spread)
+        if not is_array(param):
+            return param
+        if not isinstance(sharding, NamedSharding):
+            raise TypeError(
+                f"{_CALLER}: expected the sharding of param {spell(path)}, which is "
+                f"{describe(param)}, to be a NamedSharding, got {sharding!r}; pass "
+                "`shardings`, such as `NamedSharding(mesh, PartitionSpec())`."
+            )
+        return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)
+
+    described = jax.tree_util.tree_map_with_path(describe_param, params)
+    return jax.tree.map(lambda x: x.sharding, describe_state(tx.init, described))
 
 
 def like_params(
@@ -88,33 +104,12 @@ def like_params(
     """
     if not shardings:
         return []
-    values = jax.tree.leaves(params)
+    shapes = list(map(jnp.shape, jax.tree.leaves(params)))
     both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
     return [
-        shardings[i] if i is not None and jnp.shape(x) == jnp.shape(values[i]) else None
+        None if i is None or jnp.shape(x) != shapes[i] else shardings[i]
         for x, i in both
     ]
-
-
-def _describe_params(params: PyTree, shardings: PyTree) -> PyTree:
-    """Return descriptions of the params, with their shardings."""
-    if shardings is None:
-        shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
-    spread = spread_prefix(params, shardings, f"{_CALLER}: `shardings`")
-    spread = jax.tree.structure(params).unflatten(spread)
-    return jax.tree_util.tree_map_with_path(_describe, params, spread)
-
-
-def _describe(path: Any, param: Any, sharding: Any) -> Any:
-    if not is_array(param):
-        return param
-    if not isinstance(sharding, NamedSharding):
-        raise TypeError(
-            f"{_CALLER}: expected the sharding of param {spell(path)}, which is "
-            f"{describe(param)}, to be a NamedSharding, got {sharding!r}; pass "
-            "`shardings`, such as `NamedSharding(mesh, PartitionSpec())`."
-        )
-    return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)
 
 
 class Cut(NamedTuple):
@@ -158,18 +153,12 @@ def choose_cut(
                 break
     if part == whole:
         return None
-    # Arrays that are not cut stay as they are. With automatic sharding only XLA knows
-    # how.
-    pairs, rest = list(zip(whole, part, strict=True)), PartitionSpec.UNCONSTRAINED
-    whole = [rest if before == after else before or None for before, after in pairs]
-    part = [rest if before == after else after for before, after in pairs]
-    return Cut(PartitionSpec(*whole), PartitionSpec(*part))
-
-
-def divides(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> bool:
-    """Return whether the mesh axes of a spec divide each dimension of a shape."""
-    sizes = enumerate(shape)
-    return all(n % shard_count(mesh, axis_names(spec, dim)) == 0 for dim, n in sizes)
+    for dim in range(len(shape)):
+        # Dimensions that are not cut stay as they are. With automatic sharding only
+        # XLA knows how.
+        if part[dim] == whole[dim]:
+            whole[dim] = part[dim] = PartitionSpec.UNCONSTRAINED
+    return Cut(PartitionSpec(*(x or None for x in whole)), PartitionSpec(*part))
 
 
 def shard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
@@ -184,40 +173,9 @@ def shard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return lax.with_sharding_constraint(x, sharding)
 
 
-def specs_of_params(params: PyTree, param_specs: PyTree) -> list[PartitionSpec]:
-    """Return the `PartitionSpec` of each param; replicated where `param_specs` is None.
-
-    Args:
-        params: the params.
-        param_specs: a tree of specs or shardings like the params, or a prefix of one.
-    """
-    specs = []
-    for spec in spread_prefix(params, param_specs, "zero1: `param_specs`"):
-        if not isinstance(spec, PartitionSpec | Sharding | None):
-            raise TypeError(
-                "zero1: expected `param_specs` to hold PartitionSpecs or shardings, "
-                f"got {spec!r}."
-            )
-        # Of shardings, only a NamedSharding has a spec.
-        is_spec = isinstance(spec, PartitionSpec)
-        specs.append(spec if is_spec else getattr(spec, "spec", PartitionSpec()))
-    return specs
-
-
 def known_spec(param: jax.Array) -> PartitionSpec | None:
     """Return how a param is sharded, if the array or its type says it."""
     # A traced array has a spec only with explicit sharding.
     if not is_traced(param):
         return getattr(getattr(param, "sharding", None), "spec", None)
     return spec_in_type(param) if mesh_in_type(param).explicit_axes else None
-
-
-def check_spec(spec: PartitionSpec, mesh: Mesh, param: jax.Array, where: str) -> None:
-    """Raise unless a spec fits the shape of a param and the mesh."""
-    names = {name for dim in range(len(spec)) for name in axis_names(spec, dim)}
-    if len(spec) > param.ndim or not names <= set(mesh.axis_names):
-        raise ValueError(
-            "zero1: expected at most one entry per dimension in `param_specs`, with "
-            f"names of mesh axes, got {spec} for param {where}, which is "
-            f"{describe(param)}; the mesh has {dict(mesh.shape)}."
-        )

@@ -78,8 +78,7 @@ def check_exchange_dtype(dtype: Any, caller: str) -> jnp.dtype:
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
             f"{caller}: expected `exchange_dtype` to be bfloat16, float16 or float32, "
-            f"got {dtype.name}; pass bfloat16, or float16 for float16 gradients of a "
-            "scaled loss."
+            f"got {dtype.name}."
         )
     return dtype
 
@@ -108,7 +107,20 @@ def sum_patterns(patterns: jax.Array, dtype: DTypeLike) -> jax.Array:
 def _sum_leaf(
     axis_name: Any, dtype: jnp.dtype, scatter: bool, path: Any, x: jax.Array
 ) -> jax.Array:
-    _check_leaf(axis_name, path, x)
+    """Return the sum of one leaf, or raise if it cannot be summed, or is already."""
+    if not is_floating(x):
+        raise ValueError(
+            f"{_CALLER}: expected leaf {spell(path)} to be a floating array, got "
+            f"{describe(x)}; sum other leaves by `jax.lax.psum`."
+        )
+    # Without `check_vma` no type says anything.
+    if missing := varying_axes(lax.axis_index(axis_name)) - varying_axes(x):
+        raise ValueError(
+            f"{_CALLER}: expected leaf {spell(path)} to be of each device's own loss, "
+            f"got {describe(x)} that is equal on all devices of {sorted(missing)}; "
+            "differentiate with respect to `jax.lax.pcast(params, axis_name, "
+            'to="varying")` (`jax.lax.pvary` in JAX 0.8), or pass `check_vma=False`.'
+        )
     count = lax.axis_size(axis_name)
     dim = next((d for d, n in enumerate(x.shape) if n and n % count == 0), None)
     if dim is None:
@@ -134,22 +146,3 @@ def _gather(axis_name: Any, dtype: DTypeLike, dim: int, part: jax.Array) -> jax.
     """Return the whole array, in a dtype, of the part of each device."""
     whole = gather_equal(as_pattern(part, dtype), axis_name, dim)
     return lax.bitcast_convert_type(whole, dtype)
-
-
-def _check_leaf(axis_name: Any, path: Any, x: Any) -> None:
-    """Raise unless a leaf can be summed, and is not yet."""
-    if not is_floating(x):
-        raise ValueError(
-            f"{_CALLER}: expected leaf {spell(path)} to be a floating array, got "
-            f"{describe(x)}; sum other leaves by `jax.lax.psum`."
-        )
-    # Without `check_vma` no type says anything.
-    missing = varying_axes(lax.axis_index(axis_name)) - varying_axes(x)
-    if missing:
-        raise ValueError(
-            f"{_CALLER}: expected leaf {spell(path)} to be the gradient of each "
-            f"device's own loss, got {describe(x)} that is equal on all devices of "
-            f"{sorted(missing)}; `jax.shard_map` sums gradients of replicated params: "
-            "differentiate with respect to `jax.lax.pcast(params, axis_name, "
-            'to="varying")` (`jax.lax.pvary` in JAX 0.8), or pass `check_vma=False`.'
-        )

@@ -1,7 +1,6 @@
 """zero1: an optimizer's state sharded over the axis of data parallelism."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
@@ -17,21 +16,12 @@ from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import MeshAxes, axis_names, is_on_host, shard_count
 from optax_mp._jax._jaxpr import TracedCall, is_dynamic
 from optax_mp._warnings import warn
-from optax_mp.devices._shardings import (
-    Cut,
-    check_spec,
-    choose_cut,
-    divides,
-    known_spec,
-    like_params,
-    shard,
-    specs_of_params,
-)
+from optax_mp.devices._shardings import Cut, choose_cut, known_spec, like_params, shard
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
 from optax_mp.trees._descriptions import fill_spec, place_like_params
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._states import Path, find_owners
-from optax_mp.trees._tree import PyTree, describe, ends_in, is_floating, spell
+from optax_mp.trees._tree import describe, ends_in, is_floating, spell, spread_prefix
 from optax_mp.wrappers._context import (
     PartStep,
     Transformation,
@@ -48,7 +38,7 @@ def zero1(
     mesh: Mesh,
     axis: str | tuple[str, ...],
     *,
-    param_specs: PyTree = None,
+    param_specs: Any = None,
     exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Shard the state of `inner` over a mesh axis on which params are replicated.
@@ -132,12 +122,8 @@ def zero1(
     if exchange_dtype is not None:
         dtype = check_exchange_dtype(exchange_dtype, "zero1")
 
-    def cuts_of(params: optax.Params) -> _Cuts:
-        leaves = Leaves.of(params, caller="zero1", name="`params`")
-        return _Cuts.of(leaves, mesh, axes, specs_of_params(params, param_specs))
-
     def init_fn(params: optax.Params) -> optax.OptState:
-        cuts = cuts_of(params)
+        cuts = _Cuts(params, mesh, axes, param_specs)
 
         def init_parts(given: optax.Params) -> optax.OptState:
             return cuts.cut(place_like_params(inner.init(given), given))
@@ -145,10 +131,8 @@ def zero1(
         # One program, so that no device ever holds more than its part.
         return TracedCall.of(init_parts, params).run()
 
-    def in_parts(
-        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
-    ) -> PartStep:
-        cuts = cuts_of(require_params(params, "zero1"))
+    def in_parts(updates: Any, state: Any, params: Any, extra_args: Any) -> PartStep:
+        cuts = _Cuts(require_params(params, "zero1"), mesh, axes, param_specs)
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:
@@ -166,8 +150,7 @@ def zero1(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         part = in_parts(updates, state, params, extra_args)
-        args = part.grads, part.opt_state, part.params, part.extra_args
-        changes, state = update_by_engine(part.update, *args, part.shardings or ())
+        changes, state = update_by_engine(*part[:-2], part.shardings or ())
         return part.cuts.gather_updates(part.params, changes), part.cuts.cut(state)
 
     made = Transformation.around("zero1", inner, init_fn, update_fn, is_leafwise=False)
@@ -175,7 +158,6 @@ def zero1(
     return made
 
 
-@dataclass(frozen=True)
 class _Cuts:
     """How the params are cut, and with them the arrays that belong to each.
 
@@ -184,50 +166,51 @@ class _Cuts:
         mesh: the mesh that they are on.
         axes: the axes of data parallelism.
         specs: how each param is sharded before.
-        by_param: the cut of each param; None for one that is not cut.
+        by_param: the cut of each param that is cut, by its index.
     """
 
-    leaves: Leaves
-    mesh: Mesh
-    axes: MeshAxes
-    specs: list[PartitionSpec]
-    by_param: list[Cut | None]
-
-    @classmethod
-    def of(
-        cls, leaves: Leaves, mesh: Mesh, axes: MeshAxes, specs: list[PartitionSpec]
-    ) -> "_Cuts":
-        by_param: list[Cut | None] = []
+    def __init__(self, params: Any, mesh: Mesh, axes: MeshAxes, specs: Any) -> None:
+        self.mesh, self.axes = mesh, axes
+        self.leaves = leaves = Leaves.of(params, caller="zero1")
+        self.specs = _specs_of(params, specs)
+        self.by_param: dict[int, Cut] = {}
         for i, param in enumerate(leaves.values):
-            spec, where = specs[i], spell(leaves.paths[i])
+            spec, where = self.specs[i], spell(leaves.paths[i])
             if not (is_dynamic(param) and is_floating(param)):
-                by_param.append(None)
                 continue
-            check_spec(spec, mesh, param, where)
+            names = {name for dim in range(len(spec)) for name in axis_names(spec, dim)}
+            if len(spec) > param.ndim or not names <= set(mesh.axis_names):
+                raise ValueError(
+                    "zero1: expected at most one entry per dimension in `param_specs`, "
+                    f"with names of mesh axes, got {spec} for param {where}, which is "
+                    f"{describe(param)}; the mesh has {dict(mesh.shape)}."
+                )
             known = known_spec(param)
             if known is not None and mesh.explicit_axes:
-                spec = specs[i] = known
-            cut = choose_cut(mesh, axes, param.shape, spec)
-            by_param.append(cut)
+                spec = self.specs[i] = known
+            if cut := choose_cut(mesh, axes, param.shape, spec):
+                self.by_param[i] = cut
             # Under jit with automatic sharding only `spec` is known.
             if known is not None and cut != choose_cut(mesh, axes, param.shape, known):
                 raise ValueError(
-                    f"zero1: param {where}, which is {describe(param)}, is sharded "
-                    f"as {known}, but `param_specs` says {spec}, so that "
-                    "`update` under jit would move it. Pass "
+                    f"zero1: param {where}, which is {describe(param)}, is sharded as "
+                    f"{known}, but `param_specs` says {spec}, so that `update` under "
+                    "jit would move it. Pass "
                     "`param_specs=jax.tree.map(lambda p: p.sharding, params)`."
                 )
-        return cls(leaves, mesh, axes, specs, by_param)
 
     @property
     def shardings(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
         """The shardings of the params once they are cut, by path and shape."""
-        places = zip(self.leaves.paths, map(jnp.shape, self.leaves.values), strict=True)
-        cuts = zip(places, self.specs, self.by_param, strict=True)
-        filled = ((at, fill_spec(c.part, spec) if c else spec) for at, spec, c in cuts)
-        return {place: NamedSharding(self.mesh, spec) for place, spec in filled}
+        specs = list(self.specs)
+        for i, cut in self.by_param.items():
+            specs[i] = fill_spec(cut.part, specs[i])
+        shardings = [NamedSharding(self.mesh, spec) for spec in specs]
+        shapes = map(jnp.shape, self.leaves.values)
+        places = zip(self.leaves.paths, shapes, strict=True)
+        return dict(zip(places, shardings, strict=True))
 
-    def cut(self, tree: PyTree) -> PyTree:
+    def cut(self, tree: Any) -> Any:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
         values, treedef = jax.tree.flatten(tree)
         found = find_owners(tree, self.leaves.unflatten(self.leaves.values))
@@ -237,23 +220,22 @@ class _Cuts:
                 values[i] = shard(values[i], self.mesh, part)
         return treedef.unflatten(values)
 
-    def sum(self, grads: PyTree, dtype: jnp.dtype) -> PyTree:
+    def sum(self, grads: Any, dtype: jnp.dtype) -> Any:
         """Return the sum of the gradients of each device, cut as the params are."""
         values = self.leaves.match(grads, "the gradients")
         count = shard_count(self.mesh, self.axes)
         for i, grad in enumerate(values):
-            param, cut = self.leaves.values[i], self.by_param[i]
+            param = self.leaves.values[i]
             if is_absent(grad) or not is_floating(param):
                 continue
             if jnp.shape(grad) != (count, *param.shape):
                 raise ValueError(
                     f"zero1: expected the gradient at {spell(self.leaves.paths[i])} to "
-                    f"have a leading axis of {count}, one for each device, before "
-                    f"{list(param.shape)}, because of `exchange_dtype`, got "
+                    f"have a leading axis of {count} devices before {param.shape}, got "
                     f"{describe(grad)}; take gradients by `jax.vmap` over the parts of "
                     "the batch, or leave out `exchange_dtype` if they are summed."
                 )
-            whole, part = cut or (PartitionSpec(), self.specs[i])
+            whole, part = self.by_param.get(i, (PartitionSpec(), self.specs[i]))
             patterns = as_pattern(grad, dtype)
             # Each device holds a whole gradient, and then a part of all of them: XLA
             # makes an all-to-all of that.
@@ -264,12 +246,10 @@ class _Cuts:
 
     def _part_of(self, x: Any, owner: int | None) -> PartitionSpec | None:
         """Return how an array is cut that belongs to a param, or to none."""
-        if not is_dynamic(x):
+        if not is_dynamic(x) or (owner is not None and owner not in self.by_param):
             return None
         if owner is not None:
             param, cut = self.leaves.values[owner], self.by_param[owner]
-            if cut is None:
-                return None
             if ends_in(x, param.shape):
                 # The param's own shape, or a stack of such arrays, as L-BFGS keeps.
                 front = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - param.ndim)
@@ -277,22 +257,21 @@ class _Cuts:
             if x.ndim == param.ndim:
                 # Block scales, for example, are cut as the param is, or not at all:
                 # with another cut each step would gather them.
-                fits = divides(self.mesh, cut.part, x.shape)
+                fits = all(
+                    n % shard_count(self.mesh, axis_names(cut.part, i)) == 0
+                    for i, n in enumerate(x.shape)
+                )
                 return cut.part if fits else PartitionSpec()
         if not is_floating(x):
             return None  # such as a random key
         cut = choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
-        return None if cut is None else cut.part
+        return cut.part if cut else None
 
-    def gather(
-        self, params: optax.Params, state: optax.OptState
-    ) -> tuple[optax.Params, optax.OptState]:
+    def gather(self, params: optax.Params, state: Any) -> tuple[optax.Params, Any]:
         """Return the whole of new params, and the state as it is cut."""
         values = self.leaves.match(params, "`params`")
         last = None
-        for i, cut in enumerate(self.by_param):
-            if cut is None:
-                continue
+        for i, cut in self.by_param.items():
             # A TPU copies what it has gathered, and XLA would gather all params before
             # that: one large array after another. Small ones share a collective.
             is_large = self.leaves.values[i].nbytes >= _LARGE
@@ -303,36 +282,50 @@ class _Cuts:
             last = i if is_large else last
         return self.leaves.unflatten(values), self.cut(state)
 
-    def gather_updates(
-        self, params: optax.Params, changes: optax.Updates
-    ) -> optax.Updates:
+    def gather_updates(self, params: Any, changes: optax.Updates) -> optax.Updates:
         """Return the updates of whole params, from parts of these and their updates."""
         parts = self.leaves.match(params, "`params`")
         updates = self.leaves.match(changes, "the updates of `inner`")
-        for i, cut in enumerate(self.by_param):
-            if cut is None or is_absent(updates[i]) or not is_floating(updates[i]):
-                continue
-            args = self.leaves.values[i], parts[i], updates[i]
-            updates[i] = _whole_update(partial(_gather, self.mesh, cut), *args)
+        for i, cut in self.by_param.items():
+            if is_floating(updates[i]):
+                args = self.leaves.values[i], parts[i], updates[i]
+                updates[i] = _whole_update(partial(_gather, self.mesh, cut), *args)
         return self.leaves.unflatten(updates)
 
 
-def _warn_if_elsewhere(
-    state: optax.OptState, shardings: Sequence[NamedSharding | None]
-) -> None:
+def _specs_of(params: Any, param_specs: Any) -> list[PartitionSpec]:
+    """Return the `PartitionSpec` of each param; replicated where `param_specs` is None.
+
+    Args:
+        params: the params.
+        param_specs: a tree of specs or shardings like the params, or a prefix of one.
+    """
+    specs = []
+    for spec in spread_prefix(params, param_specs, "zero1: `param_specs`"):
+        if not isinstance(spec, PartitionSpec | Sharding | None):
+            raise TypeError(
+                "zero1: expected `param_specs` to hold PartitionSpecs or shardings, "
+                f"got {spec!r}."
+            )
+        # Of shardings, only a NamedSharding has a spec.
+        is_spec = isinstance(spec, PartitionSpec)
+        specs.append(spec if is_spec else getattr(spec, "spec", PartitionSpec()))
+    return specs
+
+
+def _warn_if_elsewhere(state: Any, shardings: Sequence[NamedSharding | None]) -> None:
     """Warn if a state is not cut as its params are, as far as arrays or types say."""
     leaves = tree_leaves_with_path(state)
     for (path, leaf), wanted in zip(leaves, shardings, strict=True):
         spec = known_spec(leaf) if wanted else None
-        if spec is None or wanted is None or _cuts_alike(spec, wanted, leaf.ndim):
-            continue
-        warn(
-            f"zero1: expected {spell(path)} of the state to be sharded as "
-            f"{wanted.spec}, got {describe(leaf)} as {spec}; this step moves it. "
-            "Restore checkpoints into `tx.init(params)`, and pass "
-            "`out_shardings=optax_mp.state_shardings(tx, params)` for the state."
-        )
-        return
+        if wanted and spec is not None and not _cuts_alike(spec, wanted, leaf.ndim):
+            warn(
+                f"zero1: expected {spell(path)} of the state to be sharded as "
+                f"{wanted.spec}, got {describe(leaf)} as {spec}; this step moves it. "
+                "Restore checkpoints into `tx.init(params)`, and pass "
+                "`out_shardings=optax_mp.state_shardings(tx, params)` for the state."
+            )
+            return
 
 
 def _cuts_alike(spec: PartitionSpec, other: NamedSharding, rank: int) -> bool:

@@ -24,12 +24,6 @@ from optax_mp.wrappers._mistakes import check_state_first
 CALLER = "release_gradients"
 
 
-def skips_steps(tx: Any, layers: Any) -> bool:
-    """Return whether an optimizer skips steps whose gradients are not finite."""
-    state = jax.eval_shape(tx.init, layers)
-    return bool(find_states(state, (LossScaleState, optax.ApplyIfFiniteState)))
-
-
 def common_scale(opt_states: list[Any]) -> jax.Array | None:
     """Return the loss scale in the states of all stacks of layers; None without one."""
     found = [find_states(plain(x), LossScaleState) for x in opt_states]
@@ -38,17 +32,16 @@ def common_scale(opt_states: list[Any]) -> jax.Array | None:
         return None
     if len(scales) < len(found):
         raise ValueError(
-            f"{CALLER}: expected a loss scale around each optimizer of `tx` or around "
-            f"none, because a loss has one scale, got {len(scales)} in {len(found)} "
-            "optimizers; put the same one around all, and around the optimizer of "
-            "`rest`."
+            f"{CALLER}: expected the same loss scale around each optimizer of `tx` and "
+            "around that of `rest`, or around none, because a loss has one scale, got "
+            f"{len(scales)} in {len(found)} optimizers."
         )
     count_event("takes scaled gradients")
     # All layers skip the same steps, so their scales are equal.
     return scales[0][0]
 
 
-def check_layers(layers: Any, *, is_scaled: bool) -> None:
+def _check_layers(layers: Any, is_scaled: bool) -> None:
     """Raise unless all arrays have the same leading axis."""
     leaves = tree_leaves_with_path(layers)
     count = next((x.shape[0] for _, x in leaves if getattr(x, "ndim", 0)), None)
@@ -59,37 +52,46 @@ def check_layers(layers: Any, *, is_scaled: bool) -> None:
             "without layers by a separate step."
         )
     for path, x in leaves:
+        where = f"`layers` at {spell(path)}"
         if not is_array(x) or x.shape[:1] != (count,):
             raise ValueError(
-                f"{CALLER}: expected `layers` at {spell(path)} to be an array with a "
-                f"leading axis of {count} layers, got {describe(x)}; stack the arrays "
-                "of all layers, and pass all else in `rest`."
+                f"{CALLER}: expected {where} to be the stacked arrays of {count} "
+                f"layers, got {describe(x)}; pass all else in `rest`."
             )
         if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and bits(x.dtype) < 8:  # noqa: PLR2004
             raise ValueError(
-                f"{CALLER}: expected `layers` at {spell(path)} in 8 bits or more, got "
-                f"{describe(x)}; pass it beside the layers, `scan_layers(block, carry, "
-                "(layers, x))`."
+                f"{CALLER}: expected {where} in 8 bits or more, got {describe(x)}; pass"
+                " it beside the layers, `scan_layers(block, carry, (layers, x))`."
             )
         if x.dtype == np.float16 and not is_scaled:
             warn(
-                f"{CALLER}: `layers` at {spell(path)} is {describe(x)}. In float16, "
-                "gradients below 6e-8 become 0; put `optax_mp.dynamic_loss_scale` "
-                "around the optimizers, or use bfloat16."
+                f"{CALLER}: {where} is {describe(x)}. In float16, gradients below 6e-8 "
+                "become 0; put `optax_mp.dynamic_loss_scale` around the optimizers, or "
+                "use bfloat16."
             )
 
 
-def check_optimizer(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> None:
-    """Raise unless an optimizer steps a layer by only this layer's gradient."""
+def check_stack(stack: Any, *, is_scaled: bool, by_layer: bool) -> bool:
+    """Raise unless an optimizer steps a layer by only this layer's gradient.
+
+    Args:
+        stack: optimizer, state, layers and shardings.
+        is_scaled: whether the loss is scaled.
+        by_layer: whether the optimizer may need all gradients of a layer.
+
+    Returns:
+        Whether it skips steps whose gradients are not finite.
+    """
+    tx, opt_state, layers, _ = stack
+    _check_layers(layers, is_scaled)
     call = "release_gradients(loss, tx)(opt_state, layers, rest, ...)"
     check_state_first(opt_state, layers, CALLER, call)
     if getattr(tx, "offloaded", None):
         raise ValueError(
-            f"{CALLER}: expected the optimizer inside of `offload` as `tx`, got the "
-            "`offload`; pass `tx` without it, and a state in host memory, as "
-            "`jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
+            f"{CALLER}: expected `tx` without `offload`, got one with it; pass a state "
+            "in host memory, as `jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
         )
-    wanted = jax.eval_shape(jax.vmap(tx.init), layers)
+    init, wanted = jax.make_jaxpr(jax.vmap(tx.init), return_shape=True)(layers)
     if find_states(wanted, optax.MultiStepsState):
         raise ValueError(
             f"{CALLER}: expected `tx` to need the gradients of one layer at a time, "
@@ -97,11 +99,28 @@ def check_optimizer(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> 
             "with `jax.checkpoint` in the block, or take a separate step."
         )
     _check_state(wanted, opt_state, "`opt_state`")
-    traced = _trace_update(tx, opt_state, layers)
-    before, after = jax.eval_shape(lambda: layer_at(opt_state, 0)), traced[1][1]
+
+    def update_layer(opt_state: Any, layers: Any) -> Any:
+        state, weights = layer_at((opt_state, layers), 0)
+        grads = in_float32(only_inexact(weights))
+        return tx.update(grads, to_device_tree(state), weights)
+
+    try:
+        made = jax.make_jaxpr(update_layer, return_shape=True)(opt_state, layers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{CALLER}: expected a `tx` that needs only gradients and params of a "
+            "layer, got one whose `tx.update(grads, opt_state, params)` fails for one "
+            f"layer; take a separate step. It raised {type(error).__name__}: {error}"
+        ) from error
+    update, (_, after) = made
+    before = jax.eval_shape(lambda: layer_at(opt_state, 0))
     _check_state(before, after, "what `tx.update` returns")
+    skips = bool(find_states(wanted, (LossScaleState, optax.ApplyIfFiniteState)))
     if not by_layer:
-        _check_leafwise(tx, traced, layers)
+        # Whether gradients are finite is known of all layers before the first step.
+        _check_leafwise(init, update, layers, {"is_finite"} if skips else ())
+    return skips
 
 
 def _check_state(wanted: Any, given: Any, name: str) -> None:
@@ -113,48 +132,25 @@ def _check_state(wanted: Any, given: Any, name: str) -> None:
     for what, want, got in facts:
         if got != want:
             raise ValueError(
-                f"{CALLER}: expected {name} to be a state that the loop can carry, "
-                f"with {want} as {what}, got {got}; pass `jax.vmap(tx.init)(layers)`, "
-                "wrap `tx` in `mixed_precision` if its update changes a dtype, and take"
-                " out what adds arrays to the state, as `optax.monitor` does."
+                f"{CALLER}: expected {name} to have {want} as {what}, got {got}; pass "
+                "`jax.vmap(tx.init)(layers)`, wrap `tx` in `mixed_precision` if dtypes "
+                "change, and take out what adds arrays, as `optax.monitor` does."
             )
 
 
-def _trace_update(tx: Any, opt_state: Any, layers: Any) -> tuple[Any, Any]:
-    """Return the jaxpr of the update of one layer, and what it returns."""
-
-    def update(opt_state: Any, layers: Any) -> Any:
-        weights = layer_at(layers, 0)
-        grads, state = in_float32(only_inexact(weights)), layer_at(opt_state, 0)
-        return tx.update(grads, to_device_tree(state), weights)
-
-    try:
-        return jax.make_jaxpr(update, return_shape=True)(opt_state, layers)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{CALLER}: expected an optimizer that needs nothing but gradients and "
-            "params, because no layer has a loss of its own, got one whose `tx.update("
-            "grads, opt_state, params)` fails for one layer; take a separate step. It "
-            f"raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def _check_leafwise(tx: Any, traced: Any, layers: Any) -> None:
+def _check_leafwise(init: Any, update: Any, layers: Any, known: Any) -> None:
     """Raise if the update of an array depends on another array of the params.
 
     Args:
-        tx: the optimizer.
-        traced: what `_trace_update` returns.
+        init: the jaxpr from the layers to the state of their optimizer.
+        update: the jaxpr of its update, from state and layers to updates and state.
         layers: the layers.
+        known: names of primitives whose results are known before.
     """
-    update, (updates, _) = traced
     paths = [path for path, _ in tree_leaves_with_path(layers)]
     of_layers = [Origin(frozenset({i})) for i in range(len(paths))]
-    of_state = origins(jax.make_jaxpr(jax.vmap(tx.init))(layers), of_layers)
-    count = len(jax.tree.leaves(updates))
-    # Whether gradients are finite is known of all layers before the first step.
-    known = {"is_finite"} if skips_steps(tx, layers) else ()
-    found, before = [], None
+    of_state = origins(init, of_layers)
+    count, found, before = len(update.out_avals) - len(of_state), [], None
     while of_state != before:
         found, before = origins(update, [*of_state, *of_layers], known), of_state
         # In the next step, the state is computed from what this one was given.
@@ -163,12 +159,10 @@ def _check_leafwise(tx: Any, traced: Any, layers: Any) -> None:
         if len(origin.groups) > 1:
             first, second, *_ = (spell(paths[i]) for i in sorted(origin.groups))
             raise ValueError(
-                f"{CALLER}: expected `tx` to update each array by itself, because no "
-                "layer's step waits for the gradients of the others, got an update of "
-                f"several params, such as {first} and {second}, in {origin.joined_in}; "
-                "clip by the global norm with `release_gradients(loss, tx, max_norm=1)"
-                "` and a `tx` that does not clip; or pass `by_layer=True`, to compute "
-                "it over the arrays of each layer alone."
+                f"{CALLER}: expected `tx` to update each array by itself, got an update"
+                f" of several params, such as {first} and {second}, in "
+                f"{origin.joined_in}; clip by the global norm with `max_norm=1` and not"
+                " in `tx`, or pass `by_layer=True`, to compute it for each layer."
             )
 
 
@@ -189,20 +183,19 @@ def check_scans(jaxpr: Any, released: Any) -> None:
                 use = "reads or changes them outside of it"
             raise ValueError(
                 f"{CALLER}: expected a loss that passes the layers {spell(path)} "
-                f"unchanged to one `scan_layers`, got one that {use}; cast "
-                "and regularize them in the block, pass tied layers to one scan as "
-                "`(layers, layers)`, keep the scan out of loops and branches, because "
-                "it takes a step, and average over micro-batches with a larger batch "
-                "and `jax.checkpoint`."
+                f"unchanged to one `scan_layers`, got one that {use}; cast and "
+                "regularize them in the block, pass tied layers to one scan as "
+                "`(layers, layers)`, keep the scan out of loops and branches, and use "
+                "a larger batch, with `jax.checkpoint`, in place of micro-batches."
             )
 
 
-def check_stepped(released: Any) -> None:
+def check_steps(released: Any) -> None:
     """Raise unless the backward pass has stepped each stack of layers."""
     for path, x in tree_leaves_with_path(released, is_leaf=is_released):
         if not x.stack.is_stepped:
             raise ValueError(
-                f"{CALLER}: expected a loss of what `scan_layers` returns, got "
-                f"one that does not depend on the layers {spell(path)}, so that no "
-                "step would be taken; remove `jax.lax.stop_gradient`."
+                f"{CALLER}: expected a loss of what `scan_layers` returns, got one that"
+                f" does not depend on the layers {spell(path)}, so that no step would "
+                "be taken; remove `jax.lax.stop_gradient`."
             )

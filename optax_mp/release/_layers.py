@@ -5,7 +5,7 @@ Only `scan_layers` may read it. Whatever else a loss tries with it is an error t
 what to do.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._experimental import with_major_to_minor
 from optax_mp._take_step import take_step
+from optax_mp.trees._descriptions import spread_shardings
 from optax_mp.trees._tree import (
     all_finite,
     in_float32,
     is_inexact,
     is_key,
-    only_inexact,
 )
 
 
@@ -69,31 +70,23 @@ class ReleasedStack:
         and transposes all layers and their state before and after the loop.
         """
 
-        def constrain(x: Any, sharding: Any) -> Any:
+        def place(x: Any, sharding: Any) -> Any:
+            # A weight without a gradient, such as an integer, has None.
             if x is None or sharding is None or x.ndim < 2:
                 return x
-            rows, spec = tuple(range(x.ndim)), sharding.spec
+            in_rows = partial(with_major_to_minor, order=tuple(range(x.ndim)))
+            mesh, spec = sharding.mesh, sharding.spec
             # Without `shard_map`, the constraint would gather the array.
-            return jax.shard_map(
-                lambda part: with_major_to_minor(part, rows),
-                mesh=sharding.mesh,
-                in_specs=spec,
-                out_specs=spec,
-            )(x)
+            return jax.shard_map(in_rows, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
         if self.shardings is None:
             return tree
-        # A weight without a gradient, such as an integer, has None.
-        return jax.tree.map(
-            constrain, tree, self.shardings, is_leaf=lambda x: x is None
-        )
+        return jax.tree.map(place, tree, self.shardings, is_leaf=lambda x: x is None)
 
 
 def times(tree: Any, factor: Any) -> Any:
-    """Multiply the floating arrays of a tree by a factor, or by nothing if None."""
-    if factor is None:
-        return tree
-    return jax.tree.map(lambda x: x * factor if is_inexact(x) else x, tree)
+    """Multiply gradients by a factor, or by nothing if None."""
+    return tree if factor is None else jax.tree.map(lambda x: x * factor, tree)
 
 
 def measure(grads: Any) -> jax.Array:
@@ -102,25 +95,19 @@ def measure(grads: Any) -> jax.Array:
     Two numbers, because squares of finite gradients can overflow: the first decides how
     much is clipped, the second whether a step is skipped.
     """
-    is_bad = ~all_finite(grads)
-    squares = optax.tree.norm(only_inexact(grads), squared=True)
-    return jnp.stack([jnp.float32(squares), is_bad.astype(jnp.float32)])
+    squares = optax.tree.norm(grads, squared=True)
+    return jnp.stack([jnp.float32(squares), jnp.float32(~all_finite(grads))])
 
 
 def _refuse(self: Any, *_: Any) -> NoReturn:
     raise TypeError(
         "release_gradients: expected a loss that passes its layers to `scan_layers`, "
         "got one that reads an array of them; use `optax_mp.scan_layers` in place of "
-        "`jax.lax.scan`, and read `layers` in its block alone. What the loss needs of "
-        "them elsewhere, such as a norm, the block returns as an output."
+        "`jax.lax.scan`, whose block may return a norm, for example, as an output."
     )
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["float_layers", "float_state", "factor"],
-    meta_fields=["stack"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class ReleasedLayers:
     """What a loss gets in place of stacked layers, for `scan_layers`.
@@ -137,7 +124,12 @@ class ReleasedLayers:
     float_layers: Any
     float_state: Any
     factor: Any
-    stack: ReleasedStack
+    stack: ReleasedStack = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, layers: Any, opt_state: Any, stack: Any, factor: Any = None) -> Any:
+        """Return layers and state as floats."""
+        return cls(_as_floats(layers), _as_floats(opt_state), factor, stack)
 
     @property
     def layers(self) -> Any:
@@ -158,6 +150,27 @@ class ReleasedLayers:
         _refuse(self)
 
 
+def release(stack: Any, factor: Any, *, measures: bool = False) -> ReleasedLayers:
+    """Return what the loss gets in place of a stack of layers.
+
+    Args:
+        stack: optimizer, state, layers and shardings.
+        factor: what gradients are multiplied by; or None.
+        measures: whether the backward pass only measures gradients.
+    """
+    tx, opt_state, layers, shardings = stack
+    if measures:
+        opt_state = jnp.zeros((len(jax.tree.leaves(layers)[0]), 2))
+    if shardings is not None:  # of one layer
+        spread = spread_shardings(layers, shardings, "release_gradients")
+        shardings = jax.tree.structure(layers).unflatten(
+            x and NamedSharding(x.mesh, PartitionSpec(*x.spec[1:])) for x in spread
+        )
+    kinds = jax.tree.map(_kind_of, (layers, opt_state))
+    static = ReleasedStack(tx, kinds, shardings, measures)
+    return ReleasedLayers.of(layers, opt_state, static, factor)
+
+
 def is_released(x: Any) -> bool:
     """Return whether this is `ReleasedLayers`."""
     return isinstance(x, ReleasedLayers)
@@ -167,12 +180,12 @@ def is_released(x: Any) -> bool:
 _FLOAT_OF_SIZE = {1: "float8_e5m2", 2: "bfloat16", 4: "float32", 8: "float64"}
 
 
-def kind_of(x: Any) -> Any:
+def _kind_of(x: Any) -> Any:
     """Return the dtype of an array, or the implementation of random keys."""
     return jax.random.key_impl(x) if is_key(x) else x.dtype
 
 
-def as_floats(tree: Any) -> Any:
+def _as_floats(tree: Any) -> Any:
     """Return arrays with the same bits, of dtypes that JAX differentiates."""
 
     def convert(x: Any) -> Any:
@@ -187,7 +200,7 @@ def as_floats(tree: Any) -> Any:
 
 
 def _from_floats(tree: Any, kinds: Any) -> Any:
-    """Return the arrays that `as_floats` was given."""
+    """Return the arrays that `_as_floats` was given."""
 
     def convert(x: Any, kind: Any) -> Any:
         if isinstance(kind, np.dtype):

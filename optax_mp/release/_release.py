@@ -6,33 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._jaxpr import TracedCall, evaluate
-from optax_mp.release._checks import (
-    check_layers,
-    check_optimizer,
-    check_scans,
-    check_stepped,
-    common_scale,
-    skips_steps,
-)
-from optax_mp.release._layers import (
-    ReleasedLayers,
-    ReleasedStack,
-    as_floats,
-    is_released,
-    kind_of,
-    measure,
-    times,
-)
-from optax_mp.scaling._gradients import differentiate
+from optax_mp.release._checks import check_scans, check_stack, check_steps, common_scale
+from optax_mp.release._layers import is_released, measure, release, times
+from optax_mp.scaling._gradients import check_function, gradients_of
 from optax_mp.scaling._rule import check_number
-from optax_mp.trees._descriptions import spread_shardings
-from optax_mp.trees._tree import in_float32, is_array, summarize
+from optax_mp.trees._tree import in_float32, is_array
 from optax_mp.wrappers._inner import as_transformation
 
-Loss = Callable[..., Any]
 _CALLER = "release_gradients"
 
 
@@ -115,25 +97,32 @@ def release_gradients(
         >>> float(value), layers.shape, bool((layers != 0).all())
         (1.0, (4, 3, 3), True)
     """
-    txs, treedef = _check_arguments(fun, tx, max_norm)
+    check_function(fun, 0, has_aux, _CALLER)
+    txs, treedef = _check_optimizers(tx)
+    if max_norm is not None and not is_array(max_norm):
+        expected = "a positive number"
+        check_number(f"{_CALLER}: `max_norm`", max_norm, expected, lambda x: x > 0)
+
+    def checked_loss(released: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (released, *args), kwargs
+        traced = TracedCall.of(lambda x: fun(*x[0], **x[1]), given)
+        check_scans(traced.closed, released)
+        return traced.unflatten(evaluate(traced.closed, traced.arrays))
+
+    differentiate = gradients_of(checked_loss, (0, 1), has_aux, _CALLER)
 
     def run(opt_state: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
         trees = _by_optimizer(treedef, opt_state, layers, param_shardings)
         stacks = list(zip(txs, *trees, strict=True))
         scale = common_scale(trees[0])
-        for tx, opt_state, layers, _ in stacks:
-            check_layers(layers, is_scaled=scale is not None)
-            check_optimizer(tx, opt_state, layers, by_layer=by_layer)
+        facts = {"is_scaled": scale is not None, "by_layer": by_layer}
+        skips, factor = any([check_stack(x, **facts) for x in stacks]), None
 
         def gradients(released: Any) -> Any:
-            given, loss = (released, *args), _checked(fun)
-            value, (stepped, grads) = differentiate(
-                loss, (0, 1), has_aux, scale, given, kwargs, _CALLER
-            )
-            check_stepped(released)
+            value, (stepped, grads) = differentiate(scale, (released, *args), kwargs)
+            check_steps(released)
             return value, stepped, in_float32(grads)
 
-        skips, factor = any(map(skips_steps, txs, trees[1])), None
         if skips or max_norm is not None:
             unscale = None if scale is None else 1 / scale
             norm, is_bad = _measure(gradients, treedef, stacks, unscale)
@@ -142,7 +131,7 @@ def release_gradients(
             # A step is skipped by all layers or by none: where one has a NaN, all get
             # one, and the caller's step of `rest` as well.
             factor = jnp.where(skips & is_bad, jnp.nan, factor)
-        released = treedef.unflatten([_release(x, factor) for x in stacks])
+        released = treedef.unflatten([release(x, factor) for x in stacks])
         value, stepped, grads = gradients(released)
         layers = jax.tree.map(lambda x: x.layers, stepped, is_leaf=is_released)
         opt_state = jax.tree.map(lambda x: x.opt_state, stepped, is_leaf=is_released)
@@ -151,61 +140,30 @@ def release_gradients(
     return run
 
 
-def _check_arguments(fun: Any, tx: Any, max_norm: Any) -> tuple[list[Any], Any]:
+def _check_optimizers(tx: Any) -> tuple[list[Any], Any]:
     """Return the optimizers in a tree, and its structure, or raise."""
-    if not callable(fun):
-        raise TypeError(
-            f"{_CALLER}: expected `fun` to be a function, got {summarize(fun)}; call "
-            "it as `release_gradients(loss, tx)`."
-        )
-    if max_norm is not None and not is_array(max_norm):
-        check_number(
-            f"{_CALLER}: `max_norm`", max_norm, "a positive number", lambda x: x > 0
-        )
     kinds = optax.GradientTransformation | optax.MultiSteps
     txs, treedef = jax.tree.flatten(tx, is_leaf=lambda x: isinstance(x, kinds))
     if not txs:
         raise TypeError(
             f"{_CALLER}: expected `tx` to be an optax gradient transformation, or a "
-            f"tree with one for each stack of layers, got {tx!r}; pass an optimizer, "
-            "such as `optax.adamw(1e-3)`."
+            f"tree with one for each stack of layers, got {tx!r}; pass an optimizer."
         )
     return [as_transformation(x, _CALLER, "tx") for x in txs], treedef
 
 
 def _by_optimizer(treedef: Any, *trees: Any) -> list[Any]:
     """Return state, layers and shardings, each as a list with a part for each stack."""
-    nothing = [None] * treedef.num_leaves
+    count = treedef.num_leaves
     try:
-        return [nothing if x is None else treedef.flatten_up_to(x) for x in trees]
+        return [[x] * count if x is None else treedef.flatten_up_to(x) for x in trees]
     except ValueError as error:
         raise ValueError(
             f"{_CALLER}: expected `opt_state` and `layers` to be trees with a part for "
-            f"each of the {len(nothing)} optimizers of `tx`, each of which steps a "
-            "stack of layers, got others; for several optimizers in one stack pass "
-            f"`optax.partition` of them as `tx`. JAX says: {error}"
+            f"each of the {count} optimizers of `tx`, got others; for several "
+            "optimizers in one stack of layers pass `optax.partition` of them. JAX "
+            f"says: {error}"
         ) from error
-
-
-def _release(stack: Any, factor: Any, *, measures: bool = False) -> ReleasedLayers:
-    """Return what the loss gets in place of a stack of layers."""
-    tx, opt_state, layers, shardings = stack
-    if measures:
-        opt_state = jnp.zeros((len(jax.tree.leaves(layers)[0]), 2))
-    kinds = jax.tree.map(kind_of, (layers, opt_state))
-    facts = ReleasedStack(tx, kinds, _of_layer(layers, shardings), measures)
-    return ReleasedLayers(as_floats(layers), as_floats(opt_state), factor, facts)
-
-
-def _of_layer(layers: Any, shardings: Any) -> Any:
-    """Return the sharding of the arrays of one layer, or None if it is not known."""
-    if shardings is None:
-        return None
-    spread = spread_shardings(layers, shardings, _CALLER)
-    return jax.tree.unflatten(
-        jax.tree.structure(layers),
-        [x and NamedSharding(x.mesh, PartitionSpec(*x.spec[1:])) for x in spread],
-    )
 
 
 def _measure(gradients: Any, treedef: Any, stacks: Any, factor: Any) -> Any:
@@ -221,21 +179,8 @@ def _measure(gradients: Any, treedef: Any, stacks: Any, factor: Any) -> Any:
         stacks: optimizer, state, layers and shardings of each stack.
         factor: what gradients are multiplied by before they are measured; or None.
     """
-    released = [_release(x, factor, measures=True) for x in stacks]
+    released = [release(x, factor, measures=True) for x in stacks]
     _, stepped, grads = gradients(treedef.unflatten(released))
     sums = [x.opt_state.sum(0) for x in treedef.flatten_up_to(stepped)]
     squares, bad_count = sum(sums, measure(times(grads, factor)))
     return jnp.sqrt(squares), bad_count != 0
-
-
-def _checked(fun: Loss) -> Loss:
-    """Return a loss that raises unless it scans each stack of its layers once."""
-
-    def run(released: Any, *args: Any, **kwargs: Any) -> Any:
-        traced = TracedCall.of(
-            lambda x: fun(*x[0], **x[1]), ((released, *args), kwargs)
-        )
-        check_scans(traced.closed, released)
-        return traced.unflatten(evaluate(traced.closed, traced.arrays))
-
-    return run

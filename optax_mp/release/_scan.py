@@ -1,6 +1,6 @@
 """A scan over layers whose backward pass takes the step of each layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,7 @@ from jax import lax
 from optax_mp._jax._arrays import is_traced, to_device_tree, with_memory_of
 from optax_mp._jax._contact import is_traced_by_jit
 from optax_mp._jax._jaxpr import TracedCall, evaluate
-from optax_mp.release._layers import (
-    ReleasedLayers,
-    ReleasedStack,
-    as_floats,
-    is_released,
-)
+from optax_mp.release._layers import ReleasedLayers, ReleasedStack, is_released
 from optax_mp.trees._tree import only_inexact
 
 
@@ -66,26 +61,21 @@ def scan_layers(
     place_of = {x.stack: i for i, x in enumerate(released)}
     others = [None if is_released(x) else x for x in leaves]
 
-    def of_slices(carry: Any, weights: list[Any], others: list[Any]) -> Any:
+    def of_slices(carry: Any, slices: tuple[list[Any], list[Any]]) -> Any:
+        weights, others = slices
         # Tied weights are one argument, read in several places: JAX adds up their
         # gradients before the step.
-        slices = [
+        filled = [
             weights[place_of[x.stack]] if is_released(x) else other
             for x, other in zip(leaves, others, strict=True)
         ]
-        return block(carry, treedef.unflatten(slices))
+        return block(carry, treedef.unflatten(filled))
 
-    layers = [x.layers for x in released]
+    slices = [x.layers for x in released], others
     # As in `lax.scan`, a Python number in the carry gets the dtype of the next carry.
-    after, _ = jax.eval_shape(
-        lambda carry: lax.scan(
-            lambda carry, slices: of_slices(carry, *slices), carry, (layers, others)
-        ),
-        carry,
-    )
+    after, _ = jax.eval_shape(lambda carry: lax.scan(of_slices, carry, slices), carry)
     carry = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), carry, after)
-    first = carry, *layer_at((layers, others), 0)
-    loop_block, consts = _with_closed_over(of_slices, first)
+    loop_block, consts = _with_closed_over(of_slices, (carry, layer_at(slices, 0)))
     _refuse_vmap((carry, others, consts))
     loop = _Loop(loop_block, settings)
     scan = jax.custom_vjp(lambda *args: loop.forward(*args)[0])
@@ -109,31 +99,28 @@ def _each_once(leaves: list[Any]) -> list[ReleasedLayers]:
 
 
 def _with_closed_over(function: Callable[..., Any], args: Any) -> tuple[Any, list[Any]]:
-    """Return a function that takes what `function` closes over as further arguments.
+    """Return a function that takes what `function` closes over as its last argument.
 
     A derivative rule runs later, in another trace, and must not close over arrays of
     this one, whatever their dtype. `jax.closure_convert` only finds floats.
     """
     traced = TracedCall.of(lambda args: function(*args), args)
 
-    def run(*args_and_consts: Any) -> Any:
-        args, consts = args_and_consts[:count], args_and_consts[count:]
-        closed = traced.closed.replace(consts=list(consts))
-        return traced.unflatten(evaluate(closed, jax.tree.leaves(args)))
+    def run(*args: Any) -> Any:
+        closed = traced.closed.replace(consts=args[-1])
+        return traced.unflatten(evaluate(closed, jax.tree.leaves(args[:-1])))
 
-    count = len(args)
     return run, list(traced.closed.consts)
 
 
 def _refuse_vmap(arrays: Any) -> None:
     """Raise within a `vmap` of the loss, where each example would take a step."""
-    for x in jax.tree.leaves(arrays):
-        if is_traced(x) and not is_traced_by_jit(x):
-            raise ValueError(
-                "scan_layers: expected one scan of released layers for the whole "
-                "batch, got one within `jax.vmap` or `jax.grad`; transform the layer "
-                "instead, as `jax.vmap(layer, in_axes=(0, None))` in the block."
-            )
+    if any(is_traced(x) and not is_traced_by_jit(x) for x in jax.tree.leaves(arrays)):
+        raise ValueError(
+            "scan_layers: expected one scan of released layers for the whole batch, "
+            "got one within `jax.vmap` or `jax.grad`; transform the layer instead, as "
+            "`jax.vmap(layer, in_axes=(0, None))` in the block."
+        )
 
 
 def layer_at(tree: Any, index: Any) -> Any:
@@ -171,28 +158,16 @@ class _Loop:
     vjp_def: Any = None
     like: Any = None
 
-    def saving(self, carry: Any, *readable: Any) -> tuple[Any, Any]:
-        """Return what the block returns, with what derivatives need beside outputs."""
-        (after, outputs), vjp = jax.vjp(self.block, carry, *readable)
-        self.like = jax.eval_shape(lambda: (after, outputs))
-        # The function is a pytree of the arrays that it needs. Weights and masks among
-        # them are there anyway: only the others are saved, layer by layer.
-        needed, self.vjp_def = jax.tree.flatten(vjp)
-        place_of = {id(x): i for i, x in enumerate(jax.tree.leaves(readable))}
-        self.places = [place_of.get(id(x)) for x in needed]
-        return after, (outputs, [x for x in needed if id(x) not in place_of])
-
     def block_vjp(self, saved: Any, readable: Any, cotangents: Any) -> Any:
         """Return the gradients of the block's arguments."""
-        rest: Iterator[Any] = iter(saved)
-        leaves = jax.tree.leaves(readable)
+        rest, leaves = iter(saved), jax.tree.leaves(readable)
         needed = [next(rest) if i is None else leaves[i] for i in self.places]
-        # JAX wants a zero of a special dtype for what is not differentiated.
-        filled = jax.tree.map(
-            lambda x, g: np.zeros(x.shape, jax.dtypes.float0) if g is None else g,
-            self.like,
-            cotangents,
-        )
+
+        def fill(x: Any, grad: Any) -> Any:
+            # JAX wants a zero of a special dtype for what is not differentiated.
+            return np.zeros(x.shape, jax.dtypes.float0) if grad is None else grad
+
+        filled = jax.tree.map(fill, self.like, cotangents)
         return only_inexact(self.vjp_def.unflatten(needed)(filled))
 
     def forward(self, released: Any, carry: Any, others: Any, consts: Any) -> Any:
@@ -202,7 +177,15 @@ class _Loop:
         def body(carry: Any, slices: Any) -> Any:
             layers, others = slices
             weights = list(map(ReleasedStack.in_rows, stacks, layers))
-            return self.saving(carry, weights, others, *consts)
+            readable = weights, others, consts
+            (after, outputs), vjp = jax.vjp(self.block, carry, *readable)
+            self.like = jax.eval_shape(lambda: (after, outputs))
+            # The function is a pytree of the arrays that it needs. Weights and masks
+            # among them are there anyway: only the others are saved, layer by layer.
+            needed, self.vjp_def = jax.tree.flatten(vjp)
+            place_of = {id(x): i for i, x in enumerate(jax.tree.leaves(readable))}
+            self.places = [place_of.get(id(x)) for x in needed]
+            return after, (outputs, [x for x in needed if id(x) not in place_of])
 
         layers = [x.layers for x in released]
         carry, (ys, saved) = lax.scan(body, carry, (layers, others), **self.settings)
@@ -221,8 +204,8 @@ class _Loop:
             now = [y if x is None else x for x, y in zip(layers, old, strict=True)]
             weights, own_states = layer_at((now, states), i)
             used = list(map(ReleasedStack.in_rows, stacks, weights))
-            before, grads, of_others, *of_consts = self.block_vjp(
-                saved, (used, others, *consts), (after, of_outputs)
+            before, grads, of_others, of_consts = self.block_vjp(
+                saved, (used, others, consts), (after, of_outputs)
             )
             args = stacks, grads, to_device_tree(own_states), weights, factors
             new = tuple(map(list, zip(*map(ReleasedStack.step, *args), strict=True)))
@@ -235,18 +218,17 @@ class _Loop:
         old = [x.layers for x in released]
         layers = [None if x.measures else y for x, y in zip(stacks, old, strict=True)]
         states = [x.opt_state for x in released]
-        count = len(jax.tree.leaves(old)[0])
         totals = jax.tree.map(jnp.zeros_like, only_inexact(consts))
         # The first layer that the block passed comes last.
         backward = self.settings | {"reverse": not self.settings["reverse"]}
         (before, totals, layers, states), of_others = lax.scan(
             body,
             (after, totals, layers, states),
-            (jnp.arange(count), saved, others, of_outputs),
+            (jnp.arange(len(jax.tree.leaves(old)[0])), saved, others, of_outputs),
             **backward,
         )
         for stack in stacks:
             stack.is_stepped = True
         # To JAX, these are the gradients of `released`.
-        floats = as_floats(layers), as_floats(states), [None] * len(stacks), stacks
-        return list(map(ReleasedLayers, *floats)), before, of_others, totals
+        stepped = map(ReleasedLayers.of, layers, states, stacks)
+        return list(stepped), before, of_others, totals

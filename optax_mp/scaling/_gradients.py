@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
@@ -17,9 +16,7 @@ from optax_mp.scaling._unscale import multiply
 from optax_mp.trees._boxes import plain
 from optax_mp.trees._tree import (
     as_array,
-    describe,
     in_float32,
-    is_array,
     is_floating,
     only_inexact,
     summarize,
@@ -104,7 +101,7 @@ def value_and_grad(
         (5.0, 'float32', [16.0, 32.0])
     """
     caller = "value_and_grad"
-    check_function(fun, argnums, has_aux, caller)
+    differentiate = gradients_of(fun, argnums, has_aux, caller)
     known_events: set[Event] = set()
 
     def evaluate(opt_state: optax.OptState, *args: Any, **kwargs: Any) -> Any:
@@ -114,59 +111,71 @@ def value_and_grad(
         state = loss_scale_state(opt_state, caller)
         if state is not None:
             count_event("takes scaled gradients")
-        factor = None if state is None else state.scale
         before = event_counts()
         try:
-            value, grads = differentiate(
-                fun, argnums, has_aux, factor, args, kwargs, caller
-            )
+            value, grads = differentiate(state and state.scale, args, kwargs)
         except TypeError as error:
-            _explain_missing_state(error, fun, (opt_state, *args), kwargs)
-            raise
+            binds = [_binds(fun, x, kwargs) for x in (args, (opt_state, *args))]
+            if binds != [False, True]:
+                raise
+            raise TypeError(
+                f"{caller}: the first argument is {summarize(opt_state)}, and `fun` "
+                f"lacks an argument without it; call `{caller}(fun)(opt_state, params, "
+                "...)`, with what `tx.init(params)` returned as `opt_state`. Python "
+                f"says: {error}"
+            ) from error
+        events = set(event_counts() - before)
         if state is None:
-            warn_if_unscaled(before, known_events)
-        elif "scales its loss" in event_counts() - before:
+            _warn_if_unscaled(events, known_events)
+        elif "scales its loss" in events:
             warn(
-                "value_and_grad: the function scales its loss, by `scale_loss` or by a "
-                "`DynamicLossScale`, and `value_and_grad` scales it once more, so that "
-                "gradients are too large by the loss scale; return the loss itself."
+                f"{caller}: the function scales its loss, by `scale_loss` or by a "
+                f"`DynamicLossScale`, and `{caller}` scales it once more; return the "
+                "loss itself."
             )
         return value, in_float32(grads)
 
     return evaluate
 
 
-def differentiate(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    factor: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    caller: str,
-) -> tuple[Any, Any]:
-    """Return the unscaled value of `fun`, and gradients times `factor`.
+def gradients_of(
+    fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, caller: str
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]:
+    """Return a function of a factor, and of the arguments of `fun` and its keywords.
 
-    In 16 bits, small ones would be lost when they are unscaled or accumulated: callers
-    bring them to float32.
+    It returns the unscaled value of `fun`, and gradients times the factor. In 16 bits,
+    small ones would be lost when they are unscaled or accumulated: callers bring them
+    to float32.
     """
+    check_function(fun, argnums, has_aux, caller)
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    trees = _differentiated(chosen, args, caller)
 
-    def scaled_loss(variables: Any) -> tuple[Any, Any]:
-        new_args = list(args)
-        filled = jax.tree.map(lambda x, v: x if v is None else v, trees, variables)
-        for i, tree in zip(chosen, filled, strict=True):
-            new_args[i] = tree
-        value = fun(*new_args, **kwargs)
-        loss = _loss_of(value, has_aux, caller)
-        return loss if factor is None else multiply(loss, factor), value
+    def evaluate(factor: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        trees = _differentiated(chosen, args, caller)
 
-    # Not `jax.value_and_grad`: its value would be the scaled loss.
-    grads, value = jax.grad(scaled_loss, has_aux=True)(only_inexact(trees))
-    if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
-        count_event("computes in float16")
-    return value, grads[0] if isinstance(argnums, int) else tuple(grads)
+        def scaled_loss(variables: Any) -> tuple[Any, Any]:
+            new_args = list(args)
+            filled = jax.tree.map(lambda x, v: x if v is None else v, trees, variables)
+            for i, tree in zip(chosen, filled, strict=True):
+                new_args[i] = tree
+            value = loss = fun(*new_args, **kwargs)
+            if has_aux:
+                if not (isinstance(value, tuple) and len(value) == 2):
+                    raise TypeError(
+                        f"{caller}: expected the function to return a pair (loss, aux),"
+                        f" as `has_aux` says, got {summarize(value)}."
+                    )
+                loss = value[0]
+            _check_loss(loss, caller, "pass `has_aux=True` if it returns (loss, aux)")
+            return loss if factor is None else multiply(loss, factor), value
+
+        # Not `jax.value_and_grad`: its value would be the scaled loss.
+        grads, value = jax.grad(scaled_loss, has_aux=True)(only_inexact(trees))
+        if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
+            count_event("computes in float16")
+        return value, grads[0] if isinstance(argnums, int) else tuple(grads)
+
+    return evaluate
 
 
 def _with_float_arrays(tree: Any) -> Any:
@@ -179,34 +188,19 @@ def _with_float_arrays(tree: Any) -> Any:
     return jax.tree.map(as_array, tree, is_leaf=lambda x: isinstance(x, module))
 
 
-def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
-    """Return the loss from the result of the user's function."""
-    if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-        raise TypeError(
-            f"{caller}: expected the function to return a pair (loss, aux), as "
-            f"`has_aux` says, got {describe(value)}."
-        )
-    loss = value[0] if has_aux else value
-    _check_loss(loss, caller, "pass `has_aux=True` if the function returns (loss, aux)")
-    return loss
-
-
 def _check_loss(loss: Any, caller: str, remedy: str) -> None:
     is_scalar = is_floating(loss) and loss.shape == ()
     if not (is_scalar or isinstance(loss, float)):
         raise ValueError(
             f"{caller}: expected the loss to be a floating scalar, got "
-            f"{describe(loss)}; take its mean or sum, or {remedy}."
+            f"{summarize(loss)}; take its mean or sum, or {remedy}."
         )
 
 
-def _differentiated(
-    chosen: Sequence[int], args: Sequence[Any], caller: str
-) -> list[Any]:
+def _differentiated(chosen: Any, args: Sequence[Any], caller: str) -> list[Any]:
     """Return the chosen arguments; raise unless they exist and hold a float."""
-    call = "f(params, ...)"
-    if caller == "value_and_grad":
-        call = "f(opt_state, params, ...)"
+    takes_state = caller == "value_and_grad"
+    call = "f(opt_state, params, ...)" if takes_state else "f(params, ...)"
     for i in chosen:
         if not -len(args) <= i < len(args):
             raise ValueError(
@@ -214,8 +208,7 @@ def _differentiated(
                 f"of the function were given; call as {call}."
             )
     trees = [_with_float_arrays(args[i]) for i in chosen]
-    has_arrays = any(map(is_array, jax.tree.leaves(trees)))
-    if has_arrays and not jax.tree.leaves(only_inexact(trees)):
+    if jax.tree.leaves(trees) and not jax.tree.leaves(only_inexact(trees)):
         shown = " and ".join(summarize(args[i]) for i in chosen)
         raise TypeError(
             f"{caller}: expected floating arrays in the argument to differentiate, got "
@@ -227,48 +220,33 @@ def _differentiated(
 def check_function(fun: Any, argnums: Any, has_aux: Any, caller: str) -> None:
     """Raise unless `fun` can be called, and the others are settings."""
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    are_settings = isinstance(has_aux, bool)
-    are_settings &= all(isinstance(i, Integral) for i in numbers)
-    if not (callable(fun) and are_settings):
+    are_integers = all(isinstance(i, Integral) for i in numbers)
+    if not (callable(fun) and are_integers and isinstance(has_aux, bool)):
         raise TypeError(
             f"{caller}: expected `fun` to be a function, `argnums` integers and "
             f"`has_aux` a bool, got {summarize(fun)}, {summarize(argnums)} and "
-            f"{summarize(has_aux)}; pass the arguments of the function to the result: "
-            f"`{caller}(fun)(opt_state, params, ...)`."
+            f"{summarize(has_aux)}; pass the arguments of `fun` to what `{caller}` "
+            "returns."
         )
 
 
-def warn_if_unscaled(before: Counter[Event], known_events: set[Event]) -> None:
+def _warn_if_unscaled(events: set[Event], known_events: set[Event]) -> None:
     """Warn once if a function computes in float16, and nothing scales its loss.
 
     Args:
-        before: what had been counted before this call of the function.
-        known_events: the events of earlier calls, because jitted functions report only
-            when they are traced; the events of this call are added.
+        events: those of this call of the function.
+        known_events: those of earlier calls, because jitted functions report only when
+            they are traced; the events of this call are added.
     """
-    events = set(event_counts() - before)
     is_new = "computes in float16" in events - known_events
     known_events |= events
     if is_new and not is_loss_scaled(known_events):
         warn(
             "value_and_grad: gradients are computed in float16, and `opt_state` holds "
-            "no loss scale, so that values below 6e-8 become 0; put "
-            "`optax_mp.dynamic_loss_scale` around the optimizer, or use bfloat16. If "
-            "the loss is scaled in another way, ignore this MixedPrecisionWarning."
+            "no loss scale, so values below 6e-8 become 0; use bfloat16, or put "
+            "`optax_mp.dynamic_loss_scale` around the optimizer. Ignore this "
+            "MixedPrecisionWarning if the loss is scaled in another way."
         )
-
-
-def _explain_missing_state(
-    error: TypeError, fun: Callable[..., Any], given: Any, kwargs: dict[str, Any]
-) -> None:
-    """Raise another error if `fun` lacks an argument because the state is missing."""
-    if not _binds(fun, given[1:], kwargs) and _binds(fun, given, kwargs):
-        raise TypeError(
-            f"value_and_grad: the first argument is {summarize(given[0])}, which is "
-            "taken for the optimizer state, and the function lacks an argument without "
-            "it; call `value_and_grad(fun)(opt_state, params, ...)`, with what "
-            f"`tx.init(params)` returned as `opt_state`. Python says: {error}"
-        ) from error
 
 
 def _binds(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Loss scaling as an optax transform, around an optimizer or as a link in a chain."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +9,13 @@ from jax import lax
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._warnings import event_counts, warn, warn_unless_scaled
-from optax_mp.scaling._rule import (
-    LARGEST_COUNT,
-    ScaleRule,
-    adjust,
-    as_count,
-    check_settings,
-    count_up,
-)
+from optax_mp.scaling._rule import LARGEST_COUNT, ScaleRule, adjust, check_settings
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.scaling._unscale import (
     ALL_FINITE,
     divide,
-    hand_on_overwritten,
+    hand_on,
     hide_overwritten,
-    mark_skipped,
     unscale,
     update_overwritten,
 )
@@ -194,7 +186,7 @@ def _loss_scaling(
         return LossScaleState(
             scale=jnp.float32(init_scale),
             finite_count=jnp.int32(0),
-            hysteresis_left=jnp.int32(as_count(rule.hysteresis)),
+            hysteresis_left=jnp.int32(min(rule.hysteresis, LARGEST_COUNT)),
             skipped_count=jnp.int32(0),
             total_skipped_count=jnp.int32(0),
             last_finite=jnp.array(True),
@@ -217,22 +209,19 @@ def _loss_scaling(
         if axis_name is not None:
             # A rank that skipped a step by itself would have other params from then on.
             evidence = lax.pmin(evidence, axis_name)
-        finite = evidence.bad_index == ALL_FINITE
         new_state = _after_step(state, evidence, rule)
+        finite = new_state.last_finite
         if wrapped is None:
             # The links that follow run in any case, so mark the gradients for them.
-            marked = mark_skipped(finite, grads)
-            return hand_on_overwritten(marked, updates, caller), new_state
+            return hand_on(finite, grads, updates, caller), new_state
         if extra_args.get("grad") is not None:
             # A line search compares it with the updates and the unscaled loss.
             hidden = hide_overwritten(extra_args["grad"])
             extra_args["grad"] = divide(hidden, state.scale)
-        inner_params = hide_overwritten(params)
 
         def step(inner_state: Any, extra_args: dict[str, Any]) -> Any:
-            out, inner_state = update_inner(
-                wrapped, caller, grads, inner_state, inner_params, **extra_args
-            )
+            args = grads, inner_state, hide_overwritten(params)
+            out, inner_state = update_inner(wrapped, caller, *args, **extra_args)
             return update_overwritten(out, updates, params, caller), inner_state
 
         # In a skipped step the updates are negative zeros, and the state stays.
@@ -242,24 +231,13 @@ def _loss_scaling(
     return Transformation.around(caller, wrapped, init_fn, update_fn, is_leafwise=True)
 
 
-class _Evidence(NamedTuple):
-    """What is known of a step, such that ranks agree by the minimum of each.
-
-    Attributes:
-        bad_index: the first leaf that is not finite, or `ALL_FINITE`, an int32 scalar.
-        minus_dropped: how many micro-batches were dropped, negated, an int32 scalar; or
-            None.
-        loss_finite: whether the loss is finite, an int32 scalar; or None.
-    """
-
-    bad_index: jax.Array
-    minus_dropped: jax.Array | None = None
-    loss_finite: jax.Array | None = None
+# What is known of a step, such that ranks agree by the minimum of each int32 scalar:
+# the first leaf that is not finite, or `ALL_FINITE`; how many micro-batches were
+# dropped, negated, or None; and whether the loss is finite, or None.
+_Evidence = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
-def _evidence(
-    bad_index: jax.Array, extra_args: dict[str, Any], caller: str
-) -> _Evidence:
+def _evidence(bad_index: jax.Array, extra_args: Any, caller: str) -> _Evidence:
     """Take from the extra arguments of an update what they say of the step."""
     dropped_count = extra_args.pop("dropped_count", None)
     call = "pass `tx.update(grads, state, params, dropped_count=dropped_count)`."
@@ -271,16 +249,15 @@ def _evidence(
             )
     if dropped_count is not None:
         # If all were dropped, the loss is NaN, whatever the reason.
-        return _Evidence(bad_index, -jnp.asarray(dropped_count, jnp.int32))
+        return bad_index, -jnp.asarray(dropped_count, jnp.int32), None
     if is_traced(bad_index) and event_counts()["drops micro-batches"]:
         warn(
             f"{caller}: `gradient_accumulator` may drop micro-batches, and "
             f"`dropped_count` is not given, so the scale grows all the same; {call}"
         )
     value = extra_args.get("value")
-    if value is None:
-        return _Evidence(bad_index)
-    return _Evidence(bad_index, loss_finite=all_finite(value).astype(jnp.int32))
+    is_finite = None if value is None else all_finite(value).astype(jnp.int32)
+    return bad_index, None, is_finite
 
 
 def _after_step(
@@ -296,11 +273,13 @@ def _after_step(
         dropped_count = dropped_count - minus_dropped
     # The scale is not to blame for a loss that is not finite.
     overflowed = ~finite if loss_finite is None else ~finite & (loss_finite == 1)
-    total = state.total_skipped_count
-    return adjust(rule, state, complete, overflowed)._replace(
-        skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
-        total_skipped_count=jnp.where(finite, total, count_up(total)),
+    skipped, total = state.skipped_count, state.total_skipped_count
+    return LossScaleState(
+        *adjust(rule, state[:3], complete, overflowed),
+        skipped_count=jnp.where(finite, 0, optax.safe_increment(skipped)),
+        total_skipped_count=jnp.where(finite, total, optax.safe_increment(total)),
         last_finite=finite,
+        inner_state=state.inner_state,
         nonfinite_index=jnp.where(finite, state.nonfinite_index, bad_index),
         dropped_count=dropped_count,
     )

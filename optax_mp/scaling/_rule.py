@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp.trees._tree import describe, is_array
+from optax_mp.trees._tree import describe
 
 # Between these both a scale and its reciprocal are normal float32 numbers: CPUs flush
 # smaller ones to zero.
@@ -51,8 +51,7 @@ def check_number(
     """Raise an error that says what is `expected`, unless `value` is acceptable."""
     caller, _, name = argument.partition(": ")
     wanted = f"{caller}: expected {name} to be {expected}"
-    is_scalar = not is_array(value) or value.shape == ()
-    if isinstance(value, str) or not hasattr(value, "__float__") or not is_scalar:
+    if getattr(value, "shape", ()) or not hasattr(value, "__float__"):
         raise TypeError(f"{wanted}, got {describe(value)}.")
     if is_traced(value):
         raise TypeError(
@@ -87,24 +86,13 @@ class ScaleRule(NamedTuple):
     hysteresis: int = 1
 
 
-class ScaleCounters(NamedTuple):
-    """The values that the rule changes from step to step.
-
-    Attributes:
-        scale: the loss scale, a float32 scalar.
-        finite_count: finite steps in a row since growth was last due, an int32 scalar.
-        hysteresis_left: overflows until the scale shrinks, an int32 scalar; -1 after an
-            overflow at `min_scale`.
-    """
-
-    scale: jax.Array
-    finite_count: jax.Array
-    hysteresis_left: jax.Array
+# The loss scale, finite steps in a row, and overflows until the scale shrinks.
+Counters = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def adjust(
-    rule: ScaleRule, counters: Any, finite: jax.Array, overflowed: jax.Array
-) -> Any:
+    rule: ScaleRule, counters: Counters, finite: jax.Array, overflowed: jax.Array
+) -> Counters:
     """Return the counters after a step.
 
     A step may be neither finite nor an overflow: it keeps the scale, and restarts the
@@ -112,15 +100,15 @@ def adjust(
 
     Args:
         rule: the settings.
-        counters: `ScaleCounters`, or a state that begins with the same fields.
+        counters: the first three fields of `LossScaleState`.
         finite: whether all gradients of the step were finite, a bool scalar.
         overflowed: whether the scale was too large for them, a bool scalar.
     """
-    scale, finite_count, hysteresis_left, *_ = counters
+    scale, finite_count, hysteresis_left = counters
     # Counted up before it is compared: growth comes after exactly `growth_interval`
     # finite steps, as in torch. (flax compares first and needs one step more.)
-    finite_count = jnp.where(finite, count_up(finite_count), 0)
-    is_due = finite_count >= as_count(rule.growth_interval)
+    finite_count = jnp.where(finite, optax.safe_increment(finite_count), 0)
+    is_due = finite_count >= min(int(rule.growth_interval), LARGEST_COUNT)
     # Not clamped to `max_scale`: if that is no power of two, the scale would be none
     # either, and would round every gradient from then on.
     grown = scale * jnp.float32(rule.growth_factor)
@@ -139,20 +127,7 @@ def adjust(
     scale = jnp.clip(scale, jnp.float32(rule.min_scale), jnp.float32(rule.max_scale))
     # Refilled also where the scale has no room to grow: a run at `max_scale` would
     # otherwise spend its hysteresis once and never get it back.
-    hysteresis = as_count(rule.hysteresis)
+    hysteresis = min(int(rule.hysteresis), LARGEST_COUNT)
     hysteresis_left = jnp.where(is_due, hysteresis, hysteresis_left)
-    return counters._replace(
-        scale=scale,
-        finite_count=jnp.where(is_due, 0, finite_count),
-        hysteresis_left=jnp.minimum(hysteresis_left, hysteresis),
-    )
-
-
-def count_up(count: jax.Array) -> jax.Array:
-    """Return `count` + 1, or the largest integer where that would overflow."""
-    return jnp.asarray(optax.safe_increment(count))
-
-
-def as_count(value: float) -> int:
-    """Return a count of steps as an int32 holds it."""
-    return min(int(value), LARGEST_COUNT)
+    finite_count = jnp.where(is_due, 0, finite_count)
+    return scale, finite_count, jnp.minimum(hysteresis_left, hysteresis)

@@ -16,8 +16,6 @@ from optax_mp.trees._leaves import is_absent
 from optax_mp.trees._states import check_classes, find_states, inner_field
 from optax_mp.trees._tree import (
     copy_shared,
-    describe,
-    is_array,
     is_floating,
     nonfinite_paths,
     spell,
@@ -104,9 +102,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
         65536.0
     """
     state = loss_scale_state(plain(opt_state), "loss_scale")
-    if state is None:
-        return jnp.float32(1)
-    return copy_shared(state.scale, state)
+    return jnp.float32(1) if state is None else copy_shared(state.scale, state)
 
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
@@ -121,11 +117,11 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
             f"multiplied by one, got {len(found)}, at {places}; put a single "
             "dynamic_loss_scale around the whole optimizer."
         )
-    if not found:
-        check_classes(opt_state, caller)
-        warn_unless_state(opt_state, caller)
-        return None
-    return found[0][1]
+    if found:
+        return found[0][1]
+    check_classes(opt_state, caller)
+    warn_unless_state(opt_state, caller)
+    return None
 
 
 def check_loss_scale(
@@ -194,28 +190,28 @@ def check_loss_scale(
         return
     if is_traced(state.scale):
         raise TypeError(
-            "check_loss_scale: expected a concrete loss scale, got a traced "
-            f"{describe(state.scale)}; call it outside jit."
+            "check_loss_scale: expected a concrete loss scale, got a traced one; call "
+            "it outside jit."
         )
     state = jax.device_get(state._replace(inner_state=()))
-    state, member, (params, grads) = _worst_member(state, (params, grads))
+    member, state, params, grads = _worst_member(state, params, grads)
     # The counters cannot tell: without the scale nothing overflows, and the scale grows
     # to its bound, after thousands of steps with gradients divided by it.
-    if state.scale != 1 and state.finite_count > 0 and state.total_skipped_count == 0:
+    skipped, total = state.skipped_count, state.total_skipped_count
+    if state.scale != 1 and state.finite_count > 0 and total == 0:
         scale = f"is {state.scale:g}, no step was ever skipped"
         warn_unless_scaled("check_loss_scale", scale)
     _warn_of_small_gradients(state, grads)
     whose = f" of member {list(member)}" if member else ""
-    total = f"skipped since `init`: {state.total_skipped_count}"
-    if state.skipped_count > max_skipped:
+    if skipped > max_skipped:
         fault = (
-            f"{state.skipped_count} steps in a row{whose} had non-finite gradients and "
-            f"were skipped (allowed: {max_skipped}; {total})"
+            f"{skipped} steps in a row{whose} had non-finite gradients and were "
+            f"skipped (allowed: {max_skipped}; skipped since `init`: {total})"
         )
     elif state.hysteresis_left < 0:
         fault = (
             f"steps{whose} overflowed at the lower bound of the loss scale, where "
-            f"float16 loses small gradients ({total})"
+            f"float16 loses small gradients (skipped since `init`: {total})"
         )
     else:
         return
@@ -230,19 +226,24 @@ def _say_leaves(state: LossScaleState, opt_state: Any, params: Any, grads: Any) 
     """Return a sentence that names the leaves that were not finite."""
     if grads is not None:
         return f"Leaves: {', '.join(nonfinite_paths(grads)) or 'none in `grads`'}."
-    if params is not None:
-        name = _name_leaf(int(state.nonfinite_index), opt_state, params)
-        return f"The first leaf that was not finite was {name}."
-    return (
-        "Pass `params=params` to see the first leaf; find all of them with "
-        "optax_mp.nonfinite_paths(grads)."
-    )
+    if params is None:
+        return (
+            "Pass `params=params`, or find leaves by optax_mp.nonfinite_paths(grads)."
+        )
+    paths = [path for path, _ in tree_flatten_with_path(params, is_leaf=is_absent)[0]]
+    # `optax.masked` and `optax.partition` hide leaves and whole branches from a loss
+    # scale in them, so that the indices of the others are unknown.
+    masked = find_states(opt_state, optax.MaskedState)
+    are_masked = any(find_states(x, LossScaleState) for _, x in masked)
+    index = int(state.nonfinite_index)
+    name = f"number {index} of the gradients that the loss scale sees, counted from 0"
+    if 0 <= index < len(paths) and not are_masked:
+        name = spell(paths[index])
+    return f"The first leaf that was not finite was {name}."
 
 
-def _worst_member(
-    state: LossScaleState, trees: Any
-) -> tuple[LossScaleState, tuple[int, ...], Any]:
-    """Return the state of the member in most trouble, its index, and its trees.
+def _worst_member(state: LossScaleState, *trees: Any) -> tuple[Any, ...]:
+    """Return the index of the member in most trouble, its state, and its trees.
 
     The counters of a state have leading axes under `vmap` over seeds, or `pmap`. A
     state without them is the only member, and has the index ().
@@ -250,74 +251,47 @@ def _worst_member(
     shape = np.shape(state.scale)
     # The last key counts most: whether the scale is at its floor.
     counts = state.total_skipped_count, state.skipped_count, state.hysteresis_left < 0
-    keys = [np.ravel(x) for x in counts]
-    worst = np.lexsort(keys)[-1]
+    worst = np.lexsort(list(map(np.ravel, counts)))[-1]
     member = tuple(map(int, np.unravel_index(worst, shape)))
-    state = jax.tree.map(lambda x: np.broadcast_to(x, shape)[member], state)
 
     def of_member(x: Any) -> Any:
-        return x[member] if is_array(x) and x.shape[: len(shape)] == shape else x
+        return x[member] if shape and np.shape(x)[: len(shape)] == shape else x
 
-    return state, member, jax.tree.map(of_member, trees) if shape else trees
+    return member, *jax.tree.map(of_member, (state, *trees))
 
 
 def _explain_cause(state: LossScaleState, params: Any) -> str:
     """Return what scale and params say of the cause: overflow, divergence or a NaN."""
     # Only a dynamic scale without hysteresis left has been lowered.
     scale = f"is {'down to ' if state.hysteresis_left <= 0 else ''}{state.scale:g}."
-    diverged = (
-        "training that has diverged, by a learning rate that is too high or a loss "
-        "that is scaled twice"
-    )
-    size, path = max(_sizes(params), default=(0.0, ""))
+    diverged = "training that has diverged (learning rate? loss scaled twice?)"
+    # The largest magnitude in each leaf, NaN as inf.
+    sizes = [
+        (float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf))), spell(path))
+        for path, x in tree_leaves_with_path(params)
+        if is_floating(x) and x.size
+    ]
+    size, path = max(sizes, default=(0.0, ""))
     if size > _LARGE_PARAM:
-        return (
-            f"{scale} The largest param is {size:.3g}, at {path}, a sign of {diverged}."
-        )
+        return f"{scale} The largest param is {size:.3g}, at {path}, by {diverged}."
+    is_stuck = state.hysteresis_left < 0
+    overflow, remedy = "a lower scale ends this", "raise `max_skipped`, or start lower"
+    if is_stuck:
+        overflow, remedy = "the loss is finite in these steps", "lower `min_scale`"
+    sign = f"If {overflow}, it is an overflow: {remedy}. If not, it is"
     if state.scale <= 1:
         largest = _LARGEST_FLOAT16 / state.scale
         sign = f"Only gradients over {largest:.3g} overflow at this scale, so this is"
-    elif state.hysteresis_left < 0:
-        sign = (
-            "If the loss is finite in these steps, it is an overflow: lower "
-            "`min_scale`. If not, it is"
-        )
-    else:
-        sign = (
-            "If a lower scale ends this, it is an overflow: raise `max_skipped`, or "
-            "start with a lower scale. If not, it is"
-        )
-    remedy = ""
-    if state.hysteresis_left < 0:
-        remedy = (
+    explained = (
+        f"{scale} {sign} a NaN or infinity of the model or its data, such as a "
+        f"division by zero or the log of a negative number, or {diverged}."
+    )
+    if is_stuck:
+        explained += (
             " Pass `tx.update(grads, state, params, value=loss)`: a step whose loss is "
             "not finite then keeps the scale."
         )
-    return (
-        f"{scale} {sign} a NaN or infinity of the model or its data, such as a "
-        f"division by zero or the log of a negative number, or {diverged}.{remedy}"
-    )
-
-
-def _sizes(tree: Any) -> list[tuple[float, str]]:
-    """Return the largest magnitude in each floating leaf, NaN as inf, and its path."""
-    return [
-        (float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf))), spell(path))
-        for path, x in tree_leaves_with_path(tree)
-        if is_floating(x) and x.size
-    ]
-
-
-def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
-    """Return the path of the param whose gradient had an index, or the index."""
-    paths = [path for path, _ in tree_flatten_with_path(params, is_leaf=is_absent)[0]]
-    # `optax.masked` and `optax.partition` hide leaves and whole branches from a loss
-    # scale in them, so that the indices of the others are unknown.
-    masked = find_states(opt_state, optax.MaskedState)
-    are_masked = any(find_states(state, LossScaleState) for _, state in masked)
-    if 0 <= index < len(paths) and not are_masked:
-        return spell(paths[index])
-    return f"number {index} of the gradients that the loss scale sees, counted from 0"
+    return explained
 
 
 def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:
@@ -331,8 +305,7 @@ def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:
     if _SMALL_NORM <= norm < _SMALL_NORM * state.scale:
         warn(
             f"check_loss_scale: expected a norm of {_SMALL_NORM} or more for the "
-            f"unscaled gradients, got {norm / state.scale:.1g}, as the norm of `grads` "
-            f"is {norm:.3g} and the loss scale is {state.scale:g}; they were probably "
+            f"unscaled gradients, got {norm / state.scale:.1g}; `grads` were probably "
             "clipped or unscaled before `tx.update`, which unscales them. Clip inside, "
             "as `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
         )

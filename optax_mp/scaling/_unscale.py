@@ -16,7 +16,6 @@ their gradients. Such leaves are overwritten: not unscaled, checked or optimized
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import jax
@@ -96,10 +95,23 @@ def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTr
 _a_link_ran = threading.Event()
 
 
-def mark_skipped(finite: jax.Array, grads: PyTree) -> PyTree:
-    """Return gradients for the links that follow: negative zeros in a skipped step."""
+def hand_on(finite: jax.Array, unscaled: PyTree, grads: PyTree, caller: str) -> PyTree:
+    """Return gradients for the links that follow: negative zeros in a skipped step.
+
+    Warns that a link cannot overwrite the leaves of `grads` that `unscaled` hides.
+    """
     _a_link_ran.set()
-    return jax.tree.map(lambda grad: or_negative_zeros(finite, grad), grads)
+    marked = jax.tree.map(lambda x: or_negative_zeros(finite, x), unscaled)
+    if not _has_overwritten(grads):
+        return marked
+    warn(
+        f"{caller}: gradients under {_COLLECTION!r} are to take the place of their "
+        "params, but an optimizer after this link moves these params as if they were "
+        f"weights; put `optax_mp.{caller}` around the optimizer."
+    )
+    return tree_map_with_path(
+        lambda path, old, new: old if _is_overwritten(path) else new, grads, marked
+    )
 
 
 def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
@@ -113,18 +125,14 @@ def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
     # A link does not mark the gradients of overwritten leaves.
     grads = hide_overwritten(grads)
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
-    if not leaves or any(bits(leaf.dtype) < 32 for leaf in leaves):
-        return True
     # Under shard_map a rank sees only its own part of such gradients, and values that
     # are equal on all ranks must not depend on that part.
-    if any(map(varying_axes, leaves)):
+    if not leaves or any(bits(x.dtype) < 32 or varying_axes(x) for x in leaves):
         return True
     return ~all_true([_is_negative_zero(leaf) for leaf in leaves])
 
 
-def warn_unless_counted(
-    extra_args: Mapping[str, Any], inner_state: PyTree, caller: str
-) -> None:
+def warn_unless_counted(extra_args: Any, inner_state: PyTree, caller: str) -> None:
     """Warn if an update is given dropped micro-batches and no loss scale is there."""
     if "dropped_count" not in extra_args or _a_link_ran.is_set():
         return
@@ -149,24 +157,6 @@ def hide_overwritten(tree: PyTree) -> PyTree:
         return tree
     return tree_map_with_path(
         lambda path, leaf: optax.MaskedNode() if _is_overwritten(path) else leaf, tree
-    )
-
-
-def hand_on_overwritten(tree: PyTree, grads: PyTree, caller: str) -> PyTree:
-    """Return `tree` with the leaves of `grads` in the place of the hidden ones.
-
-    Warns that a link of a chain cannot overwrite these.
-    """
-    if not _has_overwritten(grads):
-        return tree
-    warn(
-        f"{caller}: gradients under {_COLLECTION!r} are to take the place of their "
-        "params. As a link of a chain this transform only hands them on, and an "
-        "optimizer after it moves these params as if they were weights; put "
-        f"`optax_mp.{caller}` around the optimizer."
-    )
-    return tree_map_with_path(
-        lambda path, old, new: old if _is_overwritten(path) else new, grads, tree
     )
 
 
@@ -209,8 +199,7 @@ def change_to(target: Any, param: Any) -> jax.Array:
 
 
 def _has_overwritten(tree: PyTree) -> bool:
-    paths = [path for path, _ in tree_leaves_with_path(tree)]
-    return not _KEYS.isdisjoint(chain.from_iterable(paths))
+    return any([_is_overwritten(path) for path, _ in tree_leaves_with_path(tree)])
 
 
 def _is_overwritten(path: tuple[Any, ...]) -> bool:

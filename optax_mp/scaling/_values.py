@@ -1,7 +1,7 @@
 """Loss scales as values, and gradients with retries, for loops without a state."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,8 @@ from jax.typing import ArrayLike
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._warnings import count_event
-from optax_mp.scaling._gradients import check_function, differentiate
-from optax_mp.scaling._rule import (
-    LARGEST_SCALE,
-    ScaleCounters,
-    ScaleRule,
-    adjust,
-    check_settings,
-)
+from optax_mp.scaling._gradients import gradients_of
+from optax_mp.scaling._rule import LARGEST_SCALE, ScaleRule, adjust, check_settings
 from optax_mp.scaling._unscale import divide, multiply
 from optax_mp.trees._tree import PyTree, all_finite, describe, in_float32
 
@@ -142,12 +136,11 @@ class DynamicLossScale(_LossScale):
         shrink, least = 1 / self.factor, self.min_loss_scale
         rule = ScaleRule(self.period, self.factor, shrink, least, LARGEST_SCALE)
         # Hysteresis of 1: this class has none, so every overflow shrinks the scale.
-        before = ScaleCounters(self.loss_scale, self.counter, jnp.int32(1))
+        before = self.loss_scale, self.counter, jnp.int32(1)
         finite = jnp.asarray(grads_finite)
-        after = adjust(rule, before, finite, ~finite)
+        scale, counter, _ = adjust(rule, before, finite, ~finite)
         # Not by the constructor, whose checks have run already.
-        structure = jax.tree.structure(self)
-        return structure.unflatten([after.scale, after.finite_count])
+        return jax.tree.structure(self).unflatten([scale, counter])
 
 
 def _register(cls: type, count: int) -> None:
@@ -156,15 +149,15 @@ def _register(cls: type, count: int) -> None:
     JAX rebuilds values with tracers and placeholders in them, so rebuilding must not
     run the checks of `__post_init__`, as `jax.tree_util.register_dataclass` would.
     """
-    names = [field.name for field in fields(cls)]
 
-    def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        items = [getattr(value, name) for name in names]
-        return items[:count], tuple(items[count:])
+    def flatten(value: Any) -> tuple[Any, Any]:
+        items = tuple(vars(value).values())
+        return items[:count], items[count:]
 
-    def unflatten(settings: tuple[Any, ...], leaves: Any) -> Any:
+    def unflatten(settings: Any, leaves: Any) -> Any:
         value = object.__new__(cls)
-        vars(value).update(zip(names, (*leaves, *settings), strict=True))
+        # Each class has the first of these fields, in this order.
+        vars(value).update(zip(_CASTS, (*leaves, *settings), strict=False))
         return value
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)
@@ -251,15 +244,12 @@ def dynamic_scale_grad(
     return evaluate
 
 
-def _with_retries(
-    fun: Callable[..., Any], has_aux: bool, redo_on_nan: int, caller: str
-) -> Callable[..., Any]:
-    check_function(fun, 0, has_aux, caller)
+def _with_retries(fun: Any, has_aux: bool, redo_on_nan: int, caller: str) -> Any:
+    differentiate = gradients_of(fun, 0, has_aux, caller)
     check_settings(caller, redo_on_nan=redo_on_nan)
 
     def attempt(scale: Any, args: Any, kwargs: Any) -> Any:
-        factor = scale.loss_scale
-        value, grads = differentiate(fun, 0, has_aux, factor, args, kwargs, caller)
+        value, grads = differentiate(scale.loss_scale, args, kwargs)
         grads = scale.unscale(in_float32(grads))
         finite = all_finite((value[0] if has_aux else value, grads))
         return finite, (scale.adjust(finite), (value, grads))

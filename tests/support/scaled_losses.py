@@ -57,11 +57,11 @@ BAD_LOSSES = {
     "int": (lambda x: jnp.int32(3), r"int32\[\]"),
     "bool": (lambda x: x.sum() > 0, r"bool\[\]"),
     "complex": (lambda x: x.sum() * 1j, r"complex64\[\]"),
-    "Python int": (lambda x: 3, "int"),
-    "tuple": (lambda x: (x.sum(), x), "tuple"),
-    "dict": (lambda x: {"loss": x.sum()}, "dict"),
-    "None": (lambda x: None, "NoneType"),
-    "string": (lambda x: "loss", "str"),
+    "Python int": (lambda x: 3, "an int"),
+    "tuple": (lambda x: (x.sum(), x), "a tuple of"),
+    "dict": (lambda x: {"loss": x.sum()}, "a dict of"),
+    "None": (lambda x: None, "a NoneType"),
+    "string": (lambda x: "loss", "a str"),
 }
 
 

@@ -97,7 +97,7 @@ STATE_SECOND = "got a MixedPrecisionState of .*, which is an optimizer state, as
 MISPLACED = {
     "scale_loss(state, loss)": (
         lambda: optax_mp.scale_loss(SCALED_STATE, jnp.float32(1)),
-        ValueError, r"the loss to be .*, got LossScaleState; .*call `scale_loss\(loss, opt_state\)`",
+        ValueError, r"the loss to be .*, got a LossScaleState of .*; .*call `scale_loss\(loss, opt_state\)`",
     ),
     "scale_loss(loss, tx)": (
         lambda: optax_mp.scale_loss(jnp.float32(1), SCALED), TypeError, IS_OPTIMIZER,
@@ -108,7 +108,7 @@ MISPLACED = {
     ),
     "check_loss_scale under jit": (
         lambda: jax.jit(optax_mp.check_loss_scale)(SCALED_STATE),
-        TypeError, r"concrete loss scale, got a traced float32\[\]; call it outside jit",
+        TypeError, "concrete loss scale, got a traced one; call it outside jit",
     ),
     "master_params(params, state)": (
         lambda: optax_mp.master_params(PARAMS, STATE),
