@@ -12,78 +12,99 @@ from typing import TYPE_CHECKING, Any
 # isort: off
 if TYPE_CHECKING:
     # High-precision weights in the optimizer state, and how they are kept.
-    from optax_mp.masters._transform import mixed_precision
+    from optax_mp.masters._transform import mixed_precision as mixed_precision
     from optax_mp.masters._access import (
-        follow_params,
-        master_params,
-        replace_master_params,
+        follow_params as follow_params,
+        master_params as master_params,
+        replace_master_params as replace_master_params,
     )
-    from optax_mp.masters._average import average_params, with_average
-    from optax_mp.masters._split import Split
-    from optax_mp.masters._storage import FullCopy, MixedPrecisionState
+    from optax_mp.masters._average import (
+        average_params as average_params,
+        with_average as with_average,
+    )
+    from optax_mp.masters._split import Split as Split
+    from optax_mp.masters._storage import (
+        FullCopy as FullCopy,
+        MixedPrecisionState as MixedPrecisionState,
+    )
 
     # Float16: scale the loss, skip steps that overflow.
-    from optax_mp.scaling._loss_scaling import dynamic_loss_scale, static_loss_scale
-    from optax_mp.scaling._gradients import scale_loss, value_and_grad
-    from optax_mp.scaling._state import LossScaleState, check_loss_scale, loss_scale
+    from optax_mp.scaling._loss_scaling import (
+        dynamic_loss_scale as dynamic_loss_scale,
+        static_loss_scale as static_loss_scale,
+    )
+    from optax_mp.scaling._gradients import (
+        scale_loss as scale_loss,
+        value_and_grad as value_and_grad,
+    )
+    from optax_mp.scaling._state import (
+        LossScaleState as LossScaleState,
+        check_loss_scale as check_loss_scale,
+        loss_scale as loss_scale,
+    )
 
     # Loss scaling for loops without an optimizer state.
     from optax_mp.scaling._values import (
-        DynamicLossScale,
-        NoOpLossScale,
-        StaticLossScale,
-        dynamic_scale_grad,
-        dynamic_scale_value_and_grad,
+        DynamicLossScale as DynamicLossScale,
+        NoOpLossScale as NoOpLossScale,
+        StaticLossScale as StaticLossScale,
+        dynamic_scale_grad as dynamic_scale_grad,
+        dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
     )
 
     # The dtypes of params, computation and outputs; casts and checks of trees.
-    from optax_mp._policy import Policy, get_policy
-    from optax_mp._dtypes import half_dtype
+    from optax_mp._policy import Policy as Policy, get_policy as get_policy
+    from optax_mp._dtypes import half_dtype as half_dtype
     from optax_mp.trees._tree import (
-        all_finite,
-        cast_floating,
-        nonfinite_paths,
-        select_tree,
+        all_finite as all_finite,
+        cast_floating as cast_floating,
+        nonfinite_paths as nonfinite_paths,
+        select_tree as select_tree,
     )
 
     # Run a float32 function in mixed precision.
-    from optax_mp.autocast._amp import amp, amp_stop
-    from optax_mp.autocast._report import amp_report
-    from optax_mp.autocast._rules import default_amp_rules
+    from optax_mp.autocast._amp import amp as amp, amp_stop as amp_stop
+    from optax_mp.autocast._report import amp_report as amp_report
+    from optax_mp.autocast._rules import default_amp_rules as default_amp_rules
 
     # Low-bit optimizer states, training without masters, and sums over micro-batches.
-    from optax_mp.compact._accumulator import gradient_accumulator
-    from optax_mp.compact._low_bit import low_bit_state
-    from optax_mp.compact._stochastic import stochastic_rounding
+    from optax_mp.compact._accumulator import (
+        gradient_accumulator as gradient_accumulator,
+    )
+    from optax_mp.compact._low_bit import low_bit_state as low_bit_state
+    from optax_mp.compact._stochastic import stochastic_rounding as stochastic_rounding
 
     # A step in one pass over memory.
-    from optax_mp._take_step import take_step
+    from optax_mp._take_step import take_step as take_step
 
     # The step of stacked layers in the backward pass, without all gradients at once.
-    from optax_mp.release._release import release_gradients
-    from optax_mp.release._scan import scan_layers
+    from optax_mp.release._release import release_gradients as release_gradients
+    from optax_mp.release._scan import scan_layers as scan_layers
 
     # Many devices.
-    from optax_mp.devices._offload import offload
-    from optax_mp.devices._shardings import state_shardings
-    from optax_mp.devices._sum import sum_gradients
-    from optax_mp.devices._zero1 import zero1
+    from optax_mp.devices._offload import offload as offload
+    from optax_mp.devices._shardings import state_shardings as state_shardings
+    from optax_mp.devices._sum import sum_gradients as sum_gradients
+    from optax_mp.devices._zero1 import zero1 as zero1
 
     # Check and convert saved states.
-    from optax_mp.checkpoints._check import check_checkpoint
-    from optax_mp.checkpoints._convert import convert_opt_state
+    from optax_mp.checkpoints._check import check_checkpoint as check_checkpoint
+    from optax_mp.checkpoints._convert import convert_opt_state as convert_opt_state
 
     # In which precision a function runs, what to log while training, what low precision
     # loses, and how much memory is needed.
-    from optax_mp.reports._precision import precision_report
-    from optax_mp.reports._metrics import metrics
-    from optax_mp.reports._counts import gradient_range_report, update_report
-    from optax_mp.reports._memory_report import memory_report
-    from optax_mp.reports._step_report import step_report
-    from optax_mp.reports._collectives import collectives_report
+    from optax_mp.reports._precision import precision_report as precision_report
+    from optax_mp.reports._metrics import metrics as metrics
+    from optax_mp.reports._counts import (
+        gradient_range_report as gradient_range_report,
+        update_report as update_report,
+    )
+    from optax_mp.reports._memory_report import memory_report as memory_report
+    from optax_mp.reports._step_report import step_report as step_report
+    from optax_mp.reports._collectives import collectives_report as collectives_report
 
     # The category of all warnings of this package.
-    from optax_mp._warnings import MixedPrecisionWarning
+    from optax_mp._warnings import MixedPrecisionWarning as MixedPrecisionWarning
 # isort: on
 
 # The same once more: a name is imported when it is first used, so that a program pays
@@ -125,73 +146,20 @@ _HOMES = {
     "reports._collectives": "collectives_report",
     "_warnings": "MixedPrecisionWarning",
 }
-_FOLDERS = (
-    "autocast checkpoints compact devices masters release reports scaling".split()
-)
 
 __version__ = "1.0.0"
 
-__all__ = [
-    "DynamicLossScale",
-    "FullCopy",
-    "LossScaleState",
-    "MixedPrecisionState",
-    "MixedPrecisionWarning",
-    "NoOpLossScale",
-    "Policy",
-    "Split",
-    "StaticLossScale",
-    "all_finite",
-    "amp",
-    "amp_report",
-    "amp_stop",
-    "average_params",
-    "cast_floating",
-    "check_checkpoint",
-    "check_loss_scale",
-    "collectives_report",
-    "convert_opt_state",
-    "default_amp_rules",
-    "dynamic_loss_scale",
-    "dynamic_scale_grad",
-    "dynamic_scale_value_and_grad",
-    "follow_params",
-    "get_policy",
-    "gradient_accumulator",
-    "gradient_range_report",
-    "half_dtype",
-    "loss_scale",
-    "low_bit_state",
-    "master_params",
-    "memory_report",
-    "metrics",
-    "mixed_precision",
-    "nonfinite_paths",
-    "offload",
-    "precision_report",
-    "release_gradients",
-    "replace_master_params",
-    "scale_loss",
-    "scan_layers",
-    "select_tree",
-    "state_shardings",
-    "static_loss_scale",
-    "step_report",
-    "stochastic_rounding",
-    "sum_gradients",
-    "take_step",
-    "update_report",
-    "value_and_grad",
-    "with_average",
-    "zero1",
-]
+# Type checkers take the names above.
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    " ".join(_HOMES.values()).split()
+)
 
 
 def __getattr__(name: str) -> Any:
     """Return a public name, or a folder; import it."""
-    if name in _FOLDERS:
-        return importlib.import_module(f"optax_mp.{name}")
     for home, names in _HOMES.items():
+        if home.startswith(f"{name}."):
+            return importlib.import_module(f"optax_mp.{name}")
         if name in names.split():
             found = getattr(importlib.import_module(f"optax_mp.{home}"), name)
             return globals().setdefault(name, found)

@@ -16,11 +16,8 @@ from optax_mp._jax._arrays import constant_like
 # float. Only names that cannot be misread are accepted.
 _ALIASES = {
     "bf16": "bfloat16",
-    "f16": "float16",
-    "fp16": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-    "full": "float32",
+    **dict.fromkeys(("f16", "fp16"), "float16"),
+    **dict.fromkeys(("f32", "fp32", "full"), "float32"),
     "f64": "float64",
     **{f"f8_{x}": f"float8_{x}" for x in ("e4m3fn", "e5m2")},
     **{x: f"float8_{x}" for x in ("e4m3fn", "e5m2")},
@@ -51,11 +48,6 @@ def half_dtype() -> jnp.dtype:
 
 def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     """Return `spec` as a floating dtype; `argument` names it in the error."""
-    caller, _, name = argument.partition(": ")
-    expected = (
-        f"{caller}: expected {name} to be a floating dtype such as bfloat16, float16, "
-        "float32 or float8_e4m3fn"
-    )
     meant: Any = spec
     if isinstance(spec, str):
         if spec == "half":
@@ -68,17 +60,17 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
         dtype = None if meant is None else jnp.dtype(meant)
     except (TypeError, ValueError):
         dtype = None
-    if dtype is None:
-        # JAX has float8_e4m3 as well, with infinities and half the range.
-        is_e4m3 = isinstance(spec, str) and spec.endswith("e4m3")
-        note = " Hardware means float8_e4m3fn by e4m3." if is_e4m3 else ""
-        raise ValueError(
-            f"{expected}, got {reprlib.repr(spec)}; short names are "
-            f"{', '.join(sorted(_ALIASES))} and half.{note}"
-        )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{expected}, got {dtype.name}.")
-    return dtype
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    caller, _, name = argument.partition(": ")
+    # JAX has float8_e4m3 as well, with infinities and half the range.
+    is_e4m3 = isinstance(spec, str) and spec.endswith("e4m3")
+    note = " Hardware means float8_e4m3fn by e4m3." if is_e4m3 else ""
+    raise ValueError(
+        f"{caller}: expected {name} to be a floating dtype such as bfloat16, got "
+        f"{reprlib.repr(spec) if dtype is None else dtype.name}; short names are "
+        f"{', '.join(sorted(_ALIASES))} and half.{note}"
+    )
 
 
 def check_available(dtype: DTypeLike, argument: str) -> jnp.dtype:

@@ -68,7 +68,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields once."""
-        for name in ("param_dtype", "compute_dtype", "output_dtype"):
+        for name in _NAMES.values():
             dtype = floating_dtype(getattr(self, name), f"Policy: `{name}`")
             object.__setattr__(self, name, dtype)
         if callable(self.keep_f32):
@@ -135,9 +135,8 @@ class Policy:
 
     def __str__(self) -> str:
         """Return the name that `get_policy` reads; it does not contain `keep_f32`."""
-        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        names = (jnp.dtype(dtype).name for dtype in dtypes)
-        return "params={},compute={},output={}".format(*names)
+        dtypes = {name: getattr(self, field) for name, field in _NAMES.items()}
+        return ",".join(f"{name}={dtype.name}" for name, dtype in dtypes.items())
 
 
 def warn_unmatched_patterns(policy: Policy, params: PyTree, caller: str) -> None:
@@ -162,8 +161,7 @@ def warn_unmatched_patterns(policy: Policy, params: PyTree, caller: str) -> None
             nearest = ", ".join(map(repr, likest))
             warn(
                 f"{caller}: the pattern {pattern!r} in `keep_f32` matches no floating "
-                f"leaf; the nearest paths are {nearest}. A pattern must match the "
-                "whole path, with * for any part of it."
+                f"leaf; the nearest paths are {nearest}. Match the whole path, with *."
             )
 
 

@@ -86,8 +86,8 @@ masters/_split.py | remainder = lax.select(is_zero, lax.max(remainder, _ZERO), r
 masters/_split.py | lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), | lax.add(magnitude, | masters/test_split.py masters/test_infinities.py
 masters/_average.py | taken &= new.gradient_step != old.gradient_step | taken &= True | masters/test_average.py
 masters/_average.py | taken &= state.last_finite | taken &= True | masters/test_average.py
-masters/_average.py | (count - self.start) % self.every == 0 | count % self.every == 0 | masters/test_average.py
-masters/_average.py | step_size = 1 - self.decay**self.every | step_size = 1 - self.decay | masters/test_average.py
+masters/_average.py | (count - start) % every == 0 | count % every == 0 | masters/test_average.py
+masters/_average.py | step_size = 1 - float(decay) ** every | step_size = 1 - float(decay) | masters/test_average.py
 masters/_transform.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
 masters/_transform.py | last_exact &#124; True if self._is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
 masters/_transform.py | like = grad if wanted is None | like = param if wanted is None | masters/test_master_weights.py

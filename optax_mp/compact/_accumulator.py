@@ -103,7 +103,16 @@ def gradient_accumulator(
         (-0.1, 256.0)
     """
     use_grad_mean = check_bool(f"{_CALLER}: `use_grad_mean`", use_grad_mean)
-    dtype = _check_settings(dtype, seed)
+    argument = f"{_CALLER}: `dtype`"
+    dtype = check_available(floating_dtype(dtype, argument), argument)
+    if dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
+        raise ValueError(
+            f"{_CALLER}: expected `dtype` to be float32, float64 or bfloat16, whose "
+            f"range holds sums of gradients, got {dtype.name}; pass float32."
+        )
+    # Sums in bfloat16 are rounded stochastically.
+    or_none = "" if dtype == jnp.bfloat16 else ", or None"
+    check_seed(seed, _CALLER, or_none, "; pass the number of the step")
     wide = at_least_float32(dtype)
 
     def as_sums(tree: PyTree, index: Any) -> PyTree:
@@ -116,7 +125,14 @@ def gradient_accumulator(
         return treedef.unflatten([x.astype(dtype) for x in rounded])
 
     def init(grads: PyTree) -> Any:
-        _check_leaves(grads)
+        for path, leaf in tree_leaves_with_path(grads):
+            if not is_floating(leaf):
+                raise ValueError(
+                    f"{_CALLER}: expected leaf {spell(path)} to be a floating array, "
+                    f"got {describe(leaf)}; give each part of the result its own "
+                    "accumulator, as in `(optax.microbatching.AccumulationType.SUM, "
+                    f"{_CALLER}())`."
+                )
         sums = jax.tree.map(lambda g: jnp.zeros_like(g, dtype=dtype), grads)
         # Under shard_map the type of a count says that it differs from rank to rank.
         zero = all_finite(sums).astype(jnp.int32) * 0
@@ -145,29 +161,3 @@ def gradient_accumulator(
         return jax.tree.map(lambda g: reduce(g, axis=0, dtype=wide), grads)
 
     return optax.microbatching.Accumulator(init, update, finalize, aggregate)
-
-
-def _check_settings(dtype: Any, seed: Any) -> jnp.dtype:
-    """Return the dtype of sums, or raise."""
-    argument = f"{_CALLER}: `dtype`"
-    dtype = check_available(floating_dtype(dtype, argument), argument)
-    if dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
-        raise ValueError(
-            f"{_CALLER}: expected `dtype` to be float32, float64 or bfloat16, whose "
-            f"range holds sums of gradients, got {dtype.name}; pass float32."
-        )
-    # Sums in bfloat16 are rounded stochastically.
-    or_none = "" if dtype == jnp.bfloat16 else ", or None"
-    check_seed(seed, _CALLER, or_none, "; pass the number of the step")
-    return dtype
-
-
-def _check_leaves(grads: PyTree) -> None:
-    for path, leaf in tree_leaves_with_path(grads):
-        if not is_floating(leaf):
-            raise ValueError(
-                f"{_CALLER}: expected leaf {spell(path)} to be a floating array, got "
-                f"{describe(leaf)}; give each part of the result its own accumulator, "
-                "as in `accumulator=(optax.microbatching.AccumulationType.SUM, "
-                f"optax_mp.{_CALLER}())`."
-            )

@@ -48,22 +48,6 @@ from optax_mp.trees._tree import describe, is_array, is_floating, spell
 from optax_mp.wrappers._mistakes import check_bool
 
 
-class Uses(NamedTuple):
-    """The readers of an array of a state.
-
-    Attributes:
-        in_product: a matrix product, as Muon's. (An inner product averages errors.)
-        in_factorization: one such as SOAP's, or a solver. It spreads the error of each
-            entry over whole rows and columns, and may divide by small differences.
-        in_root: a root, so the array is never negative, even if that cannot be proved:
-            the root would be NaN.
-    """
-
-    in_product: bool = False
-    in_factorization: bool = False
-    in_root: bool = False
-
-
 @dataclass(frozen=True)
 class CodeFormat:
     """How arrays are quantized; part of the type of a `LowBitState`.
@@ -82,12 +66,7 @@ class CodeFormat:
 
     @classmethod
     def from_settings(
-        cls,
-        bits: int,
-        block_size: int,
-        dtype: Any,
-        product_bits: int | None,
-        has_shifts: bool,
+        cls, bits: Any, block_size: Any, dtype: Any, product_bits: Any, has_shifts: Any
     ) -> "CodeFormat":
         """Check the arguments of `low_bit_state`."""
         has_shifts = check_bool("low_bit_state: `column_scales`", has_shifts)
@@ -111,14 +90,28 @@ class CodeFormat:
         bits, product_bits = int(bits), max(int(bits), int(product_bits))
         return cls(bits, product_bits, int(block_size), has_shifts)
 
-    def code(self, shape: tuple[int, ...], uses: Uses, is_unsigned: bool) -> Code:
-        """Return how an array is quantized."""
+    def code(
+        self, shape: tuple[int, ...], flow: Flow, i: int, is_unsigned: bool
+    ) -> Code:
+        """Return how an array is quantized.
+
+        Args:
+            shape: its shape.
+            flow: what an update does with arrays.
+            i: the index of this one there.
+            is_unsigned: whether it is never negative.
+        """
         if self.block_size is None:
             return BFLOAT16
-        bits = self.product_bits if uses.in_product else self.bits
-        bits = 16 if uses.in_factorization else bits
+        # A matrix product is one as Muon's. (An inner product averages errors.) A
+        # factorization, as SOAP's, or a solver spreads the error of each entry over
+        # whole rows and columns, and may divide by small differences.
+        bits = self.product_bits if i in flow.multiplied else self.bits
+        bits = 16 if i in flow.factored else bits
         dtype = f"uint{bits}" if is_unsigned else f"int{bits}"
-        stays_positive = is_unsigned or uses.in_root
+        # An array in a root is never negative, even if that cannot be proved: the root
+        # would be NaN.
+        stays_positive = is_unsigned or i in flow.rooted
         axis, size = choose_blocks(shape, self.block_size)
         group = choose_group(shape, axis) if self.has_shifts else None
         return Code(dtype, axis, size, stays_positive, group)
@@ -159,28 +152,25 @@ def choose_codes(
     # Masters, averages and other arrays that start as the params are not moments.
     chosen = _without(large, depending_outputs(init.closed))
     never_negative = [False] * len(arrays)
-    uses = [Uses()] * len(arrays)
+    flow, numbers = Flow(), range(len(arrays))
     if isinstance(update, TracedUpdate):
-        chosen = _without(chosen, need_full_precision(init, update))
-        uses = state_uses(update)
+        results, numbers = flows(update.closed), update.state_inputs
+        flow = union_of(results)
+        chosen = _without(chosen, need_full_precision(init, update, results))
         if update.is_exact:  # else signed codes, which can hold any values
             jaxprs = init.closed, update.closed
             never_negative = nonnegative_states(*jaxprs, update.param_count)
     elif any(chosen):
         check_without_update(init, large, state, params, update)
         warn(
-            "low_bit_state: the optimizer's update cannot be traced, because "
-            f"`inner.update(grads, state, params)` raised {type(update).__name__}: "
-            f"{update}. So its state is stored in bfloat16, and not in codes: nobody "
-            "knows which arrays must stay positive. Give its other arguments defaults."
+            "low_bit_state: the state is stored in bfloat16, not in codes, because "
+            f"tracing `inner.update(grads, state, params)` raised "
+            f"{type(update).__name__}: {update}. Give its other arguments defaults."
         )
         code_format = CodeFormat(16, 16, None)
-    codes: list[Code | None] = [None] * len(leaves)
-    facts = zip(arrays, chosen, uses, never_negative, strict=True)
-    for i, is_chosen, its_uses, is_unsigned in facts:
-        if is_chosen:
-            codes[i] = code_format.code(leaves[i].shape, its_uses, is_unsigned)
-    return codes
+    facts = compress(zip(arrays, numbers, never_negative, strict=True), chosen)
+    codes = {i: code_format.code(leaves[i].shape, flow, n, x) for i, n, x in facts}
+    return [codes.get(i) for i in range(len(leaves))]
 
 
 def _without(chosen: list[bool], excluded: list[bool]) -> list[bool]:
@@ -188,10 +178,9 @@ def _without(chosen: list[bool], excluded: list[bool]) -> list[bool]:
 
 
 def _is_large(leaf: Any, min_size: int) -> bool:
-    if not is_floating(leaf) or leaf.size < min_size or not leaf.ndim:
-        return False
     # Dequantized values are float32, and `inner` may expect the dtype that it made.
-    return leaf.dtype == jnp.float32
+    is_float32 = is_array(leaf) and leaf.dtype == jnp.float32
+    return is_float32 and leaf.ndim > 0 and leaf.size >= min_size
 
 
 class TracedUpdate(NamedTuple):
@@ -256,15 +245,18 @@ def _made_up_arguments(params: optax.Params) -> dict[str, Any]:
     return arguments | {"obj_fn": loss, "grad_fn": lambda params, *_: params}
 
 
-def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
+def need_full_precision(
+    init: TracedCall, update: TracedUpdate, results: list[Flow]
+) -> list[bool]:
     """Return for each array of a state whether it must stay in full precision.
 
     Args:
         init: `inner.init`, from the params to the state.
         update: `inner.update`.
+        results: the flow of its outputs.
     """
     # Arrays are numbered as inputs of the update, before and after it.
-    numbers, results = update.state_inputs, flows(update.closed)
+    numbers = update.state_inputs
     updates = results[: len(results) - len(numbers)]
     new = dict(zip(numbers, results[len(updates) :], strict=True))
     # An average fades. A sum or a maximum lasts; so does a copy of the last params or
@@ -273,13 +265,6 @@ def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
     exact = _histories(new, lasting) | _records(updates, new, lasting)
     exact |= _positions(updates, new, lasting, _anchors(init, update, new))
     return [i in exact for i in numbers]
-
-
-def state_uses(update: TracedUpdate) -> list[Uses]:
-    """Return what an update does with each array of the state."""
-    flow = union_of(flows(update.closed))
-    fields = flow.multiplied, flow.factored, flow.rooted
-    return [Uses(*(i in field for field in fields)) for i in update.state_inputs]
 
 
 def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
@@ -339,17 +324,11 @@ def check_without_update(
     arrays = [x for x in tree_leaves_with_path(state) if is_dynamic(x[1])]
     pairs = zip(arrays, flows(init.closed), strict=True)
     for (path, leaf), flow in compress(pairs, large):
-        if flow.copied:
-            what = "starts as a copy of a param"
-        elif leaf.size > largest:
-            what = "is larger than any param"
-        else:
-            continue
-        raise ValueError(
-            "low_bit_state: expected an update that can be traced, because the state "
-            f"holds {describe(leaf)} at {spell(path)}, which {what}, as in optimizers "
-            "that need a part of their state in full precision (MADGRAD, L-BFGS), got "
-            f"{type(error).__name__} from `inner.update(grads, state, params)`: "
-            f"{error}; give its other arguments defaults, or put `low_bit_state` "
-            "around the other parts of the chain."
-        )
+        if flow.copied or leaf.size > largest:
+            what = "starts as a copy of a" if flow.copied else "is larger than any"
+            raise ValueError(
+                "low_bit_state: expected an update that can be traced, because the "
+                f"state holds {describe(leaf)} at {spell(path)}, which {what} param, "
+                f"as in L-BFGS, got {type(error).__name__}: {error}; give its "
+                "other arguments defaults, or leave it out of `low_bit_state`."
+            )

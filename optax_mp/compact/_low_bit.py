@@ -186,13 +186,7 @@ def low_bit_state(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowBitState]:
-        check_own_state(state, LowBitState, _CALLER)
-        if state.code_format != code_format:
-            raise ValueError(
-                f"low_bit_state: expected a state made with {code_format}, as this "
-                f"transform has it, got one made with {state.code_format}; convert it "
-                "with `optax_mp.convert_opt_state`."
-            )
+        check_own_state(state, LowBitState, _CALLER, code_format=code_format)
         check_gradients(params, updates, _CALLER)
         before = jax.tree.map(dequantize, state.inner_state, is_leaf=is_quantized)
         updates, after = update(updates, before, params, **extra_args)
@@ -224,9 +218,8 @@ def _warn_if_mostly_wide(
     warn(
         f"low_bit_state: {coded / total:.0%} of the {total:,} numbers of the state are "
         f"stored in codes; the largest array that is not is {spell(path)} "
-        f"{describe(leaf)}. Arrays of fewer than `min_size` ({min_size}) elements stay "
-        "as they are, and so do those that hold histories or weights and those that "
-        "are not float32. Pass a smaller `min_size`, or leave `low_bit_state` out."
+        f"{describe(leaf)}. Arrays of fewer than `min_size` ({min_size}) elements, "
+        "other dtypes than float32, histories and weights stay as they are."
     )
 
 
@@ -251,10 +244,9 @@ def _quantize_slot(slot: Any, code: Code, where: str) -> Any:
         boxed = [x if x is None else put_resized(slot, x, divides) for x in others]
     except (ValueError, TypeError, AssertionError) as error:
         warn(
-            f"low_bit_state: expected {where} of the state, {describe(leaf)}, in a "
-            "pytree node that takes an array of any shape, got a "
-            f"{type(slot).__name__}, which takes no scales {describe(others[0])} "
-            f"({error}), so it is stored in bfloat16, not in codes."
+            f"low_bit_state: expected {where}, {describe(leaf)}, in a pytree node that "
+            f"takes any shape, got a {type(slot).__name__}, which takes no scales "
+            f"{describe(others[0])} ({error}), so it is stored in bfloat16."
         )
         return _quantize_slot(slot, BFLOAT16, where)
     return new_quantized(code, put(slot, codes), *boxed)

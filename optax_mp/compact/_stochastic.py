@@ -115,8 +115,7 @@ def stochastic_rounding(
             if is_floating(leaf) and bits(leaf.dtype) < 16:
                 raise ValueError(
                     f"stochastic_rounding: expected param {spell(path)} in 16 bits or "
-                    "more, since JAX adds no float32 update to an 8-bit float, got "
-                    f"{describe(leaf)}; use `optax_mp.mixed_precision` with "
+                    f"more, got {describe(leaf)}; use `optax_mp.mixed_precision` with "
                     '`update_dtype="params"`.'
                 )
         wide = leaves.unflatten(map(_widen, leaves.values))
@@ -172,8 +171,7 @@ def _warn_unless_narrow(params: Leaves) -> None:
         warn(
             "stochastic_rounding: there is nothing to round, because no param has 16 "
             f"bits (param {spell(params.paths[i])} is {describe(params.values[i])}). "
-            "If `equinox.apply_updates` promoted them, which does not cast back, use "
-            "`optax.apply_updates`, or cast them with `optax_mp.cast_floating`."
+            "`optax.apply_updates` keeps them so, `equinox.apply_updates` does not."
         )
 
 

@@ -160,12 +160,16 @@ def replace_master_params(
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
         where = f"{caller}: expected `new_master` at {spell(leaves.paths[i])}"
-        new = _like_old_master(new_leaves[i], old, where)
+        new = new_leaves[i]
+        if not is_floating(new) or new.shape != old.shape:
+            raise ValueError(
+                f"{where} to be a floating array of the shape of the master "
+                f"{describe(old)}, got {describe(new)}."
+            )
+        new = jnp.array(_beside(new, old), old.dtype, copy=True)
         remedy = (
-            "a param that is not its master rounded was edited, and the master follows "
-            "it. Cast first, with `new_params = policy.cast_to_param(new_master)`; "
-            f"then `{caller}(opt_state, new_params, new_master)`, and continue with "
-            "`new_params`."
+            "cast first, with `new_params = policy.cast_to_param(new_master)`; then "
+            f"`{caller}(opt_state, new_params, new_master)`, and continue with these."
         )
         check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
         return new
@@ -261,13 +265,12 @@ def map_masters(
 
 def _as_exact(opt_state: optax.OptState) -> optax.OptState:
     """Return a state that knows that each param is its rounded master."""
-    return map_states(
-        lambda state: state._replace(
-            last_exact=jax.tree.map(lambda x: x | True, state.last_exact)
-        ),
-        opt_state,
-        MixedPrecisionState,
-    )
+
+    def as_exact(state: MixedPrecisionState) -> MixedPrecisionState:
+        is_exact = jax.tree.map(lambda x: x | True, state.last_exact)
+        return state._replace(last_exact=is_exact)
+
+    return map_states(as_exact, opt_state, MixedPrecisionState)
 
 
 def _beside(x: Any, old: jax.Array) -> jax.Array:
@@ -285,21 +288,10 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
         expected = list_taken_dtypes(storage, wide)
         raise ValueError(
             f"{where} in {expected}, since with {storage} it is part of its master, "
-            f"got {describe(param)}; pass the params in their training dtype: cast "
-            "them with `Policy.cast_to_param` or `optax_mp.cast_floating`."
+            f"got {describe(param)}; cast the params with `Policy.cast_to_param`."
         )
     check_shape(where, param, stored, storage)
     return storage.decode(to_device_tree(stored), with_sharding_of(param, stored))
-
-
-def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
-    """Return a copy of a new master with the dtype and sharding of the old one."""
-    if not is_floating(new) or new.shape != old.shape:
-        raise ValueError(
-            f"{where} to be a floating array of the shape of the "
-            f"master {describe(old)}, got {describe(new)}."
-        )
-    return jnp.array(_beside(new, old), old.dtype, copy=True)
 
 
 def check_param_is_rounded(
@@ -318,7 +310,6 @@ def check_param_is_rounded(
         is_right |= ~jnp.isfinite(value)  # no edit, as `follow_edits` says
     if not bool(is_right.all()):
         raise ValueError(
-            f"{where} to round to the param, as {storage} requires, "
-            f"got {describe(new)}, which does not round to {describe(param)} in "
-            f"`params`; {remedy}"
+            f"{where} to round to the param, as {storage} requires, got "
+            f"{describe(new)}, which does not round to {describe(param)}; {remedy}"
         )

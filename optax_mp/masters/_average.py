@@ -21,7 +21,7 @@ from optax_mp._jax._arrays import (
     with_memory_of,
 )
 from optax_mp._jax._jaxpr import TracedCall
-from optax_mp._take_step import apply_updates
+from optax_mp._take_step import StepFn, apply_updates
 from optax_mp.devices._offload import check_kind, check_memory_of, on_host
 from optax_mp.masters._access import read_arguments, weights_of
 from optax_mp.masters._storage import MixedPrecisionState
@@ -40,6 +40,7 @@ from optax_mp.wrappers._context import (
     Plan,
     Transformation,
     context_of,
+    with_context,
 )
 from optax_mp.wrappers._inner import (
     as_transformation,
@@ -54,9 +55,6 @@ _CALLER = "with_average"
 _MOST_AT_ONCE = 0.01
 # What is on the device at a time of an average in host memory, as in `offload`.
 _PLAN = Plan(min_size=2**16, chunk_bytes=2**26)
-
-# From what the weights are computed from, and the average, to the new average.
-_Advance = Callable[[Any, list[Any]], list[Any]]
 
 
 class AverageState(NamedTuple):
@@ -156,39 +154,98 @@ def with_average(
     """
     inner = as_transformation(inner, _CALLER)
     update = partial(update_inner, inner, _CALLER)
-    average = _Average.of(decay, every, start, memory_kind, param_shardings)
+    expected = "a number of at least 0 and less than 1, such as 0.999"
+    check_number(f"{_CALLER}: `decay`", decay, expected, lambda x: 0 <= x < 1)
+    if every is None:
+        # 1 - 0.999 is a little more than 0.001.
+        every = max(1, int(_MOST_AT_ONCE / (1 - decay) * (1 + 1e-9)))
+    every = check_whole_number(f"{_CALLER}: `every`", every)
+    start = check_whole_number(f"{_CALLER}: `start`", start, 0)
+    step_size = 1 - float(decay) ** every
+    if memory_kind is not None:
+        check_kind(memory_kind, _CALLER)
 
     def init_fn(params: optax.Params) -> AverageState:
-        if memory_kind is not None:
-            check_memory_of(params, _CALLER)
         inner_state = copy_shared(inner.init(params), params)
         leaves = Leaves.of(params, caller=_CALLER)
-        first = _copies(weights_of(inner_state, leaves), leaves, memory_kind)
-        return AverageState(first, jnp.zeros((), jnp.int32), inner_state)
+        average = _copies(weights_of(inner_state, leaves), leaves)
+        if memory_kind is not None:
+            check_memory_of(params, _CALLER)
+            average = on_host(average, _PLAN.min_size)
+            average = jax.tree.map(with_explicit_memory_kind, average)
+        return AverageState(average, jnp.zeros((), jnp.int32), inner_state)
+
+    def begin(
+        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
+    ) -> Callable[[Any, Any], tuple[Any, AverageState]]:
+        """Return what makes the new state of the new params and inner state."""
+        require_params(params, _CALLER)
+        check_own_state(state, AverageState, _CALLER)
+        context = context_of(extra_args)
+        # A link in a chain before it may skip the step, too.
+        proceed = is_unmarked(updates, extra_args) & context.proceed
+        return partial(move, state, replace(context, proceed=proceed))
+
+    def move(
+        before: AverageState, context: Context, params: Any, inner_state: Any
+    ) -> tuple[Any, AverageState]:
+        taken = context.proceed & _was_taken(before.inner_state, inner_state)
+        count = jnp.asarray(optax.safe_increment(before.step_count))
+        is_due = every == 1 or (count - start) % every == 0
+        leaves = Leaves.of(params, caller=_CALLER)
+        old = leaves.match(before.average, "the average in the state")
+
+        def advance(source: Any, old: list[Any]) -> tuple[None, list[Any]]:
+            weights = weights_of(source[1], replace(leaves, values=source[0]))
+            return None, list(map(blend, weights, old))
+
+        def blend(weight: Any, average: Any) -> Any:
+            if is_absent(average):
+                return average
+            weight = weight.astype(average.dtype)
+            moved: Any = optax.incremental_update(weight, average, step_size)
+            return lax.select(count <= start, weight, moved) if start else moved
+
+        # Only what is read, since a loop takes all of it.
+        pairs = zip(leaves.values, old, strict=True)
+        read = [None if is_absent(x) else param for param, x in pairs]
+        states = [x for _, x in find_states(inner_state, MixedPrecisionState)]
+        source = read, [x._replace(inner_state=()) for x in states]
+        run = _run
+        if context.is_in_take_step:  # which runs what is elementwise, chunk by chunk
+            run = _run_in_take_step
+        elif any(map(is_on_host, jax.tree.leaves((source, old)))):
+            found = spread_shardings(
+                params, param_shardings, _CALLER, context.part_shardings
+            )
+            pairs = zip(found, old, strict=bool(found))
+            shardings = [sharding for sharding, x in pairs if not is_absent(x)]
+            run = partial(_run_from_host, _PLAN._replace(shardings=shardings))
+        average = leaves.unflatten(run(advance, source, old, taken & is_due))
+        count = count if taken is True else jnp.where(taken, count, before.step_count)
+        return params, AverageState(average, count, inner_state)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, AverageState]:
-        context = _context_of(updates, state, params, extra_args)
+        finish = begin(updates, state, params, extra_args)
         updates, inner_state = update(updates, state.inner_state, params, **extra_args)
-        new_params = apply_updates(params, updates)
-        return updates, average.move(state, inner_state, new_params, context)
+        return updates, finish(apply_updates(params, updates), inner_state)[1]
 
     # `take_step` takes the step of `inner`, and then moves the average. In one program
     # the engine would take the loop over all leaves for one operation that needs all.
     def in_parts(
         updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
     ) -> PartStep:
-        context = _context_of(updates, state, params, extra_args)
-        context = replace(context, is_in_take_step=False)
+        context = with_context(extra_args, is_in_take_step=False)
+        finish = begin(updates, state, params, context)
         args = updates, state.inner_state, params, extra_args
         part = PartStep(update, *args, None, None)
         if of_inner := getattr(inner, "in_parts", None):
             part = of_inner(*args)
 
         def gather(*new: Any) -> tuple[Any, AverageState]:
-            params, inner_state = part.cuts.gather(*new) if part.cuts else new
-            return params, average.move(state, inner_state, params, context)
+            return finish(*(part.cuts.gather(*new) if part.cuts else new))
 
         return part._replace(cuts=SimpleNamespace(gather=gather))
 
@@ -197,28 +254,13 @@ def with_average(
     return made
 
 
-def _context_of(updates: Any, state: Any, params: Any, extra_args: Any) -> Context:
-    """Return the context of an `update`, or raise if its arguments are wrong.
-
-    Also what a link in a chain before says of the step.
-    """
-    require_params(params, _CALLER)
-    check_own_state(state, AverageState, _CALLER)
-    context = context_of(extra_args)
-    proceed = is_unmarked(updates, extra_args) & context.proceed
-    return replace(context, proceed=proceed)
-
-
-def _copies(weights: Sequence[Any], params: Leaves, memory_kind: Any) -> Any:
+def _copies(weights: Sequence[Any], params: Leaves) -> Any:
     """Return an average that is equal to the weights."""
 
     def copy(weight: Any) -> Any:
         if not is_inexact(weight):
             return optax.MaskedNode()
-        made = jnp.array(weight, at_least_float32(weight.dtype), copy=True)
-        if memory_kind is None:
-            return made
-        return with_explicit_memory_kind(on_host(made, _PLAN.min_size))
+        return jnp.array(weight, at_least_float32(weight.dtype), copy=True)
 
     return params.unflatten(map(copy, weights))
 
@@ -229,7 +271,7 @@ def start_at(weights: optax.Params, state: AverageState) -> AverageState:
     average = jax.tree.map(
         lambda old, new: old if is_absent(old) else with_memory_of(new, old),
         state.average,
-        _copies(leaves.values, leaves, None),
+        _copies(leaves.values, leaves),
         is_leaf=is_absent,
     )
     return state._replace(average=average)
@@ -246,110 +288,38 @@ def _was_taken(before: Any, after: Any) -> Choice:
     return taken
 
 
-class _Average(NamedTuple):
-    """How an average moves: the arguments of `with_average`, checked."""
-
-    decay: float
-    every: int
-    start: int
-    param_shardings: Any
-
-    @classmethod
-    def of(
-        cls, decay: Any, every: Any, start: Any, memory_kind: Any, param_shardings: Any
-    ) -> "_Average":
-        """Return the settings, or raise."""
-        expected = "a number of at least 0 and less than 1, such as 0.999"
-        check_number(f"{_CALLER}: `decay`", decay, expected, lambda x: 0 <= x < 1)
-        if every is None:
-            # 1 - 0.999 is a little more than 0.001.
-            every = max(1, int(_MOST_AT_ONCE / (1 - decay) * (1 + 1e-9)))
-        every = check_whole_number(f"{_CALLER}: `every`", every)
-        start = check_whole_number(f"{_CALLER}: `start`", start, 0)
-        if memory_kind is not None:
-            check_kind(memory_kind, _CALLER)
-        return cls(float(decay), every, start, param_shardings)
-
-    def move(
-        self, before: AverageState, inner_state: Any, params: Any, context: Context
-    ) -> AverageState:
-        """Return the state after a step that led to `inner_state` and `params`."""
-        taken = context.proceed & _was_taken(before.inner_state, inner_state)
-        count = jnp.asarray(optax.safe_increment(before.step_count))
-        is_due = self.every == 1 or (count - self.start) % self.every == 0
-        leaves = Leaves.of(params, caller=_CALLER)
-        average = leaves.match(before.average, "the average in the state")
-        moved = [i for i, x in enumerate(average) if not is_absent(x)]
-
-        def advance(source: Any, old: list[Any]) -> list[Any]:
-            values = list(leaves.values)
-            for i, x in zip(moved, source[0], strict=True):
-                values[i] = x
-            now = Leaves.of(leaves.unflatten(values), caller=_CALLER)
-            weights = weights_of(source[1], now)
-            pairs = [(weights[i], x) for i, x in zip(moved, old, strict=True)]
-            return [self._blend(count, *pair) for pair in pairs]
-
-        # Only what is read, since a loop takes all of it.
-        states = [x for _, x in find_states(inner_state, MixedPrecisionState)]
-        states = [x._replace(inner_state=()) for x in states]
-        given = [leaves.values[i] for i in moved], states, [average[i] for i in moved]
-        *source, old = given
-        if any(map(is_on_host, jax.tree.leaves(given))) and not context.is_in_take_step:
-            found = spread_shardings(
-                params, self.param_shardings, _CALLER, context.part_shardings
-            )
-            plan = _PLAN._replace(shardings=[found[i] for i in moved] if found else [])
-            made = _run_from_host(advance, source, old, taken & is_due, plan)
-        else:
-            made = _run(advance, source, old, taken & is_due, context)
-        for i, x in zip(moved, made, strict=True):
-            average[i] = x
-        count = count if taken is True else jnp.where(taken, count, before.step_count)
-        return AverageState(leaves.unflatten(average), count, inner_state)
-
-    def _blend(self, count: Any, weight: Any, average: Any) -> Any:
-        """Return the average moved towards a weight; the weight before the start."""
-        weight = weight.astype(average.dtype)
-        step_size = 1 - self.decay**self.every
-        moved: Any = optax.incremental_update(weight, average, step_size)
-        return lax.select(count <= self.start, weight, moved) if self.start else moved
-
-
-def _run(
-    advance: _Advance, source: Any, old: list[Any], due: Choice, context: Context
-) -> list[Any]:
-    """Return `advance(source, old)` if a move is due, else `old`."""
+def _run(advance: StepFn, source: Any, old: Any, due: Choice) -> Any:
+    """Return the result of `advance(source, old)` if a move is due, else `old`."""
     if not is_traced(due):
-        return advance(source, old) if due else old
-    if context.is_in_take_step:  # which runs what is elementwise, chunk by chunk
-        pairs = zip(advance(source, old), old, strict=True)
-        return [select(due, x, y) for x, y in pairs]
+        return advance(source, old)[1] if due else old
 
     # A loop of one round or none overwrites the average, and a `lax.cond` would copy
     # it. The barrier keeps what the loop computes, such as float32 weights, from being
     # computed before it in each step.
-    def body(k: Any, old: list[Any]) -> list[Any]:
-        return advance(lax.optimization_barrier((k, source))[1], old)
+    def body(k: Any, old: Any) -> Any:
+        return advance(lax.optimization_barrier((k, source))[1], old)[1]
 
-    rounds = jnp.asarray(due).astype(jnp.int32)
-    return lax.fori_loop(jnp.int32(0), rounds, body, old)
+    return lax.fori_loop(jnp.int32(0), jnp.asarray(due).astype(jnp.int32), body, old)
+
+
+def _run_in_take_step(advance: StepFn, source: Any, old: Any, due: Choice) -> Any:
+    return jax.tree.map(partial(select, due), advance(source, old)[1], old)
 
 
 def _run_from_host(
-    advance: _Advance, source: Any, old: list[Any], due: Choice, plan: Plan
-) -> list[Any]:
+    plan: Plan, advance: StepFn, source: Any, old: Any, due: Choice
+) -> Any:
     """Return the same, chunk by chunk from host memory and back."""
     from optax_mp.engine import run_on_device, step_from_host
 
-    def step(source: Any, old: Any, proceed: Choice = True) -> Any:
-        return run_on_device(lambda *x: (None, advance(*x)), source, old, proceed)
+    step = partial(run_on_device, advance)
 
-    def run(given: Any) -> list[Any]:
+    def run(given: Any) -> Any:
         source, old, due = given
         _, new = step_from_host(step, source, old, plan, due) or step(*given)
-        pairs = zip(new, old, strict=True)
-        return [x if is_on_host(y) else select(due, x, y) for x, y in pairs]
+        return jax.tree.map(
+            lambda x, y: x if is_on_host(y) else select(due, x, y), new, old
+        )
 
     given = source, old, jnp.asarray(due)
     return run(given) if has_tracers(given) else TracedCall.of(run, given).run()

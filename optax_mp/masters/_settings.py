@@ -8,15 +8,16 @@ import numpy as np
 
 from optax_mp._dtypes import bits, check_available, floating_dtype
 from optax_mp._policy import DTypeRule, read_param_dtype
-from optax_mp.masters._storage import (
-    MixedPrecisionState,
-    Storage,
-    check_storage,
-    storage_of,
-)
+from optax_mp.masters._storage import Storage, check_storage
 from optax_mp.trees._leaves import is_absent
 from optax_mp.trees._tree import describe, ends_in, is_floating, spell
-from optax_mp.wrappers._inner import check_own_state
+
+# What may have made a param wider, and how to fix it.
+_PROMOTED = (
+    "something promoted it since. If `equinox.apply_updates` did, which adds float32 "
+    "updates without casting back, use `optax.apply_updates`, or "
+    '`update_dtype="params"` with `optax_mp.FullCopy()`; otherwise cast it back.'
+)
 
 
 class Settings(NamedTuple):
@@ -60,21 +61,6 @@ class Settings(NamedTuple):
             if isinstance(dtype, np.dtype) and dtype.itemsize > 4:
                 check_available(dtype, f"mixed_precision: `{name}`")
 
-    def check_state(self, state: Any) -> None:
-        """Raise unless a state was made by `mixed_precision` with this storage."""
-        # Each storage has its own subclass.
-        check_own_state(state, MixedPrecisionState, "mixed_precision")
-        # By value: equal storages make states of the same type.
-        if storage_of(state, "mixed_precision") != self.storage:
-            is_redefined = repr(state.storage) == repr(self.storage)
-            why = " of a class that was redefined since then" * is_redefined
-            raise ValueError(
-                f"mixed_precision: expected a state made with {self.storage}, the "
-                f"storage of this transform, got one made with {state.storage}{why}; "
-                "call `init` again, or convert it with "
-                "`optax_mp.convert_opt_state`, from a transform with its `storage`."
-            )
-
     def check_param(self, path: tuple[Any, ...], param: Any, stored: Any) -> None:
         """Raise unless `param` has the dtype and shape that the state was made for."""
         # The usual case: a narrow param, its master, and no dtype declared.
@@ -84,33 +70,29 @@ class Settings(NamedTuple):
                 return
         declared = self.dtype_in_training(path, param)
         where = f"mixed_precision: expected param {spell(path)}"
+        is_wide = is_floating(param) and bits(param.dtype) >= bits(self.master_dtype)
         # First, because a param that was not cast as declared fails the others as well.
         if is_floating(param) and declared != param.dtype:
             raise ValueError(
                 f"{where} in {declared}, as `param_dtype` says, got {describe(param)}; "
-                "cast the params with `Policy.cast_to_param` or "
-                "`optax_mp.cast_floating` before training, and make a Python number an "
-                f"array. If they were cast, {self._explain_promotion()}"
+                "cast the params with `Policy.cast_to_param` before training, and make "
+                f"a Python number an array. If they were cast, {_PROMOTED}"
             )
-        is_wide = is_floating(param) and bits(param.dtype) >= bits(self.master_dtype)
-        if is_absent(stored):
-            # It was its own master. Trained in this dtype it would lose small updates.
-            if is_floating(param) and not is_wide:
-                raise ValueError(
-                    f"{where} as at `init`, not floating or as wide as "
-                    f"{self.master_dtype.name}, got {describe(param)}, for which the "
-                    "state holds no master; call `init` with params in the dtype they "
-                    "are trained in, or say which it will be with `param_dtype`."
-                )
-            return
+        # It was its own master. Trained in this dtype it would lose small updates.
+        if is_absent(stored) and is_floating(param) and not is_wide:
+            raise ValueError(
+                f"{where} as at `init`, got {describe(param)}, for which the "
+                "state holds no master; call `init` with params in the dtype they "
+                "are trained in, or say which it will be with `param_dtype`."
+            )
         # It would now be its own master, beside the one that the state has.
-        if is_wide:
+        if is_wide and not is_absent(stored):
             raise ValueError(
                 f"{where} in a dtype narrower than its {self.master_dtype.name} "
-                f"master, as at `init`, got {describe(param)}; "
-                f"{self._explain_promotion()}"
+                f"master, as at `init`, got {describe(param)}; {_PROMOTED}"
             )
-        check_shape(where, param, stored, self.storage)
+        if not is_absent(stored):
+            check_shape(where, param, stored, self.storage)
 
     def check_master(self, path: tuple[Any, ...], master: Any) -> None:
         """Raise unless the decoded master of a param has the expected dtype."""
@@ -118,19 +100,9 @@ class Settings(NamedTuple):
         if master.dtype != self.master_dtype:
             raise ValueError(
                 f"mixed_precision: expected the master of param {spell(path)} in "
-                f"{self.master_dtype} with the storage {self.storage}, got "
-                f"{describe(master)}; the state was made with another `master_dtype`: "
-                "convert it with `optax_mp.convert_opt_state`."
+                f"{self.master_dtype}, got {describe(master)}, of a state with another "
+                "`master_dtype`; convert it with `optax_mp.convert_opt_state`."
             )
-
-    def _explain_promotion(self) -> str:
-        """Return what may have made a param wider, and how to fix it."""
-        return (
-            "something promoted it since. If `equinox.apply_updates` did, which adds "
-            "float32 updates without casting back, use `optax.apply_updates`, or "
-            '`optax_mp.FullCopy()` with `update_dtype="params"`; otherwise cast the '
-            "params back with `optax_mp.cast_floating`."
-        )
 
 
 def check_shape(where: str, param: Any, stored: Any, storage: Storage) -> None:

@@ -199,9 +199,8 @@ def storage_of(state: MixedPrecisionState, caller: str) -> Storage:
     """Return the storage of a state; raise for a state that was built by hand."""
     if state.storage is None:
         raise ValueError(
-            f"{caller}: expected a MixedPrecisionState that `init` returned, got one "
-            "that does not say which storage made it; change a state with "
-            "`state._replace(...)`."
+            f"{caller}: expected a state that `init` returned, got one that does not "
+            "say which storage made it; change a state with `state._replace(...)`."
         )
     return state.storage
 
@@ -215,22 +214,20 @@ def check_storage(
     if lack or isinstance(storage, type):
         raise TypeError(
             "mixed_precision: expected `storage` to be an object such as "
-            "`optax_mp.FullCopy()` or `optax_mp.Split(bits=16)`, got "
-            f"{storage!r}, which {lack or 'is a class'}; pass a frozen dataclass with "
-            "all members of `optax_mp.masters.Storage`."
+            f"`optax_mp.FullCopy()`, got {storage!r}, which {lack or 'is a class'}; "
+            "pass a frozen dataclass with all members of `optax_mp.masters.Storage`."
         )
     if not list_taken_dtypes(storage, master_dtype):
         raise ValueError(
             "mixed_precision: expected `master_dtype` to be float32 with the storage "
-            f"{storage}, got {master_dtype}; use `optax_mp.FullCopy()`, which keeps "
-            "any master."
+            f"{storage}, got {master_dtype}; use `optax_mp.FullCopy()`."
         )
     is_exact = update_dtype is None or update_dtype == jnp.float32
     if storage.param_is_part and not is_exact:
         raise ValueError(
             "mixed_precision: expected `update_dtype` to be float32 or None with the "
             f"storage {storage}, which needs exact updates, got {update_dtype}; use "
-            "`optax_mp.FullCopy()` for updates in another dtype."
+            "`optax_mp.FullCopy()`."
         )
 
 
@@ -247,9 +244,9 @@ def check_storable(
     """
     if float(jnp.finfo(dtype).min) > 0:
         raise ValueError(
-            f"mixed_precision: expected {where} to have a dtype of weights in "
-            f"training, such as float8_e4m3fn, got {dtype}, which has neither a sign "
-            "nor zero; wrap the optimizer in `optax.masked` if it is not trained."
+            f"mixed_precision: expected {where} to have a dtype of weights, got "
+            f"{dtype}, which has neither a sign nor zero; wrap the optimizer in "
+            "`optax.masked` if it is not trained."
         )
     if not storage.takes(dtype, master_dtype):
         raise ValueError(

@@ -49,6 +49,7 @@ from optax_mp.wrappers._inner import (
     MatchedArguments,
     as_inner_param,
     as_transformation,
+    check_own_state,
     require_params,
 )
 
@@ -160,31 +161,17 @@ def mixed_precision(
         _warn_of_frozen(inner, leaves, stored, seen_by_inner, inner_state)
         inner_state = copy_shared(inner_state, (leaves.values, stored, inner_params))
         last_exact = None if storage.param_is_part else jnp.array(True)
-        return make_state(
-            master_params=leaves.unflatten(stored),
-            inner_state=inner_state,
-            last_exact=last_exact,
-        )
+        return make_state(leaves.unflatten(stored), inner_state, last_exact)
 
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step = Step.match(updates, state, params, settings)
-        leaves = step.arguments.params
         warn_unless_counted(extra_args, state.inner_state, _CALLER)
-
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
-        before = step.stored, state.inner_state, state.last_exact
         proceed = is_unmarked(updates, extra_args)
-        run_step = partial(step.run, inner)
-        out, after = choose_step(proceed, run_step, before, extra_args)
-        stored, inner_state, last_exact = after
-        return leaves.unflatten(out), make_state(
-            master_params=leaves.unflatten(stored),
-            inner_state=inner_state,
-            last_exact=last_exact,
-        )
+        return choose_step(proceed, partial(step.run, inner), state, extra_args)
 
     return Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=True)
 
@@ -291,10 +278,11 @@ class Step:
     @classmethod
     def match(cls, updates: Any, state: Any, params: Any, settings: Settings) -> "Step":
         """Return the step of an `update` with these arguments."""
-        require_params(params, "mixed_precision")
+        require_params(params, _CALLER)
         settings.check_dtypes()
-        settings.check_state(state)
-        leaves = Leaves.of(params, caller="mixed_precision")
+        storage = settings.storage
+        check_own_state(state, MixedPrecisionState, _CALLER, storage=storage)
+        leaves = Leaves.of(params, caller=_CALLER)
         # Subtrees, because a storage may store several arrays for one master.
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
         for path, param, x in zip(leaves.paths, leaves.values, stored, strict=True):
@@ -353,13 +341,10 @@ class Step:
         return jax.dtypes.canonicalize_dtype(like.dtype)
 
     def run(
-        self, inner: Any, before: tuple[Any, Any, Any], extra_args: dict[str, Any]
-    ) -> tuple[list[Any], tuple[list[Any], Any, jax.Array | None]]:
-        """Return (updates, (stored, inner state, exact)) after an update of `inner`.
-
-        `before` is what the state has of these, and stays in a skipped step.
-        """
-        _, inner_state, last_exact = before
+        self, inner: Any, state: MixedPrecisionState, extra_args: dict[str, Any]
+    ) -> tuple[optax.Updates, MixedPrecisionState]:
+        """Return (updates, new state) after an update of `inner`."""
+        params, last_exact = self.arguments.params, state.last_exact
         seen_by_inner, stored = self._decode(last_exact), list(self.stored)
 
         def advance(i: int, change: Any) -> jax.Array:
@@ -369,12 +354,13 @@ class Step:
             return _cast_update(change, self._update_dtype(i))
 
         updates, inner_state = self.arguments.run(
-            inner, seen_by_inner, inner_state, extra_args, advance
+            inner, seen_by_inner, state.inner_state, extra_args, advance
         )
         if last_exact is not None:
             # Of the old one, whose type may vary over the ranks of a mesh.
             last_exact = last_exact | True if self._is_exact else last_exact & False
-        return updates, (stored, inner_state, last_exact)
+        new_state = type(state)(params.unflatten(stored), inner_state, last_exact)
+        return params.unflatten(updates), new_state
 
     def _advance_leaf(self, i: int, master: Any) -> tuple[Any, jax.Array]:
         """Return (stored, update) of a leaf whose master moves to `master`."""

@@ -45,14 +45,26 @@ def as_transformation(
     return optax.with_extra_args_support(inner)
 
 
-def check_own_state(state: Any, kind: type, caller: str) -> None:
-    """Raise unless the `state` given to `update` is of the kind that `init` makes."""
+def check_own_state(state: Any, kind: type, caller: str, **settings: Any) -> None:
+    """Raise unless the `state` given to `update` is of the kind that `init` makes.
+
+    With the same settings, which its type has; equal ones make states of one type.
+    """
     if not isinstance(state, kind):
         raise TypeError(
             f"{caller}: expected `state` to be the {kind.__name__} that `init` of this "
             f"transform returns, got {summarize(state)}; call {_UPDATE}, and convert "
             "a state without this transform with `optax_mp.convert_opt_state`."
         )
+    for name, wanted in settings.items():
+        if (own := getattr(state, name)) != wanted:
+            is_redefined = repr(own) == repr(wanted)
+            why = " of a class that was redefined since then" * is_redefined
+            raise ValueError(
+                f"{caller}: expected a state made with {wanted}, as this transform has "
+                f"it, got one made with {own}{why}; call `init` again, or convert it "
+                "with `optax_mp.convert_opt_state`."
+            )
 
 
 def require_params(params: Any, caller: str) -> Any:

@@ -190,6 +190,6 @@ def test_another_state_is_refused():
 
 def test_8_bit_params_are_refused_by_name():
     params = {"a": {"b": jnp.ones(3, jnp.float8_e4m3fn)}}
-    match = r"param \['a'\]\['b'\] in 16 bits or more, .*, got float8_e4m3fn\[3\]"
+    match = r"param \['a'\]\['b'\] in 16 bits or more, got float8_e4m3fn\[3\]"
     with pytest.raises(ValueError, match=match):
         stochastic_rounding(optax.adam(1.0)).init(params)

@@ -127,7 +127,7 @@ def test_params_of_another_model_are_an_error():
 
 def test_a_state_without_a_storage_is_an_error():
     state = optax_mp.MixedPrecisionState({"w": jnp.ones(2)}, ())
-    message = "does not say which storage made it; .*`state._replace"
+    message = "does not say which storage made it; .*`state._replace|made with None"
     params = {"w": jnp.ones(2, jnp.bfloat16)}
     tx = optax_mp.mixed_precision(optax.sgd(0.1))
     for function in (
