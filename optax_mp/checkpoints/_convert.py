@@ -138,15 +138,17 @@ def _adapt_scale(state: Any, from_tx: Any, template: Any, params: Any) -> Any:
     Otherwise it might not be the new constant. New bounds hold from the next step on.
     """
 
+    names = "scale", "finite_count", "hysteresis_left"
+
     def start(state: Any) -> list[Any]:
-        """Return the scale, the count of finite steps, and the hysteresis."""
-        return [x for _, s in find_states(state, LossScaleState)[:1] for x in s[:3]]
+        states = find_states(state, LossScaleState)
+        return [getattr(x, name) for _, x in states[:1] for name in names]
 
     # As one program, which computes nothing else of that state.
     old = TracedCall.of(lambda params: start(from_tx.init(params)), params).run()
     new = start(template)
     is_same = not new or all(map(jnp.array_equal, old, new))
-    return state if is_same else LossScaleState(*new, *state[3:])
+    return state if is_same else state._replace(**dict(zip(names, new, strict=True)))
 
 
 # State in host memory is brought to the device leaf by leaf and put back, so that the
