@@ -137,7 +137,6 @@ def _adapt_scale(state: Any, from_tx: Any, template: Any, params: Any) -> Any:
 
     Otherwise it might not be the new constant. New bounds hold from the next step on.
     """
-
     names = "scale", "finite_count", "hysteresis_left"
 
     def start(state: Any) -> list[Any]:
