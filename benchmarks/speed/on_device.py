@@ -239,12 +239,9 @@ def compare_kernels(scale: Scale, form: str) -> record.Row:
     for dtype in dict.fromkeys(want.dtype for want, *_ in found):
         of_dtype = [x for x in found if x[0].dtype == dtype]
         size = sum(want.size for want, *_ in of_dtype)
-        differing, far = (
-            sum((_proof.distance(x[0], x[i]) > least).sum() for x in of_dtype)
-            for i, least in ((1, 0), (2, _proof.NEAR))
-        )
-        row[f"{dtype} differing"] = f"{differing:,} of {size:,}"
-        row[f"{dtype} far as used"] = f"{far:,} of {size:,}"
+        for i, least, name in ((1, 0, "differing"), (2, _proof.NEAR, "far as used")):
+            count = sum((_proof.distance(x[0], x[i]) > least).sum() for x in of_dtype)
+            row[f"{dtype} {name}"] = f"{count:,} of {size:,}"
     first = next(filter(None, map(_proof.first_difference, found)), "none")
     return row | {"first": first}
 

@@ -55,13 +55,10 @@ BAD_LOSSES = {
     "vector": (lambda x: x, r"float32\[3\]"),
     "one element": (lambda x: x[:1], r"float32\[1\]"),
     "int": (lambda x: jnp.int32(3), r"int32\[\]"),
-    "bool": (lambda x: x.sum() > 0, r"bool\[\]"),
     "complex": (lambda x: x.sum() * 1j, r"complex64\[\]"),
     "Python int": (lambda x: 3, "an int"),
     "tuple": (lambda x: (x.sum(), x), "a tuple of"),
-    "dict": (lambda x: {"loss": x.sum()}, "a dict of"),
     "None": (lambda x: None, "a NoneType"),
-    "string": (lambda x: "loss", "a str"),
 }
 
 

@@ -246,10 +246,7 @@ def test_update_without_params_says_so(form, jitted):
     if form == "static_loss_scale":
         tx.update(GRADS, tx.init(PARAMS))  # adam needs none
         return
-    with pytest.raises(
-        ValueError,
-        match=r"expected `params`, got None; call `tx.update\(grads, state, ",
-    ):
+    with pytest.raises(ValueError, match=r"got None; call `tx.update\(grads, state, "):
         call(tx.update, (GRADS, tx.init(PARAMS)), jitted)
 
 
@@ -436,9 +433,7 @@ ASKED = {
 def test_a_wrapper_around_a_loss_scale_is_an_error(wrapper, asked, tx, jitted):
     state = WRAPPERS[wrapper](tx).init(PARAMS)
     name = wrapper.partition(" ")[0]
-    message = (
-        rf"^{asked}: expected `optax.{name}` inside of `dyn.*`, got opt_state.* of"
-    )
+    message = rf"^{asked}: expected `optax.{name}` inside of `dyn.*`, got .* of"
     with pytest.raises(ValueError, match=message):
         call(ASKED[asked], (state,), jitted and asked != "check_loss_scale")
 
