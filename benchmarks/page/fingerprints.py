@@ -63,13 +63,12 @@ FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 # pages say of each what changed since.
 OLDER = set(
     """ablations accelerators accelerators_newest accelerators_stacked
-    comparisons convergence demo_full demo_rates failures finetune host_memory
-    host_memory_jax012 host_memory_newer language optimizer_step training_step
+    comparisons convergence demo_full demo_rates failures finetune
+    host_memory host_memory_jax012 host_memory_newer language optimizer_step
     training_step_amp_tpu training_step_large training_step_medium
-    training_step_micro training_step_release_sharded training_step_release_tpu
-    training_step_remat training_step_sharded training_step_sharded_tpu
-    training_step_sums training_step_tpu training_step_uneven
-    training_step_unrolled training_step_unrolled_tpu""".split()
+    training_step_release_sharded training_step_release_tpu
+    training_step_sharded training_step_sharded_tpu training_step_tpu
+    training_step_unrolled_tpu""".split()
 )
 
 
