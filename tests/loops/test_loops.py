@@ -35,7 +35,7 @@ SPLIT = optax_mp.Split(16)
 PROMOTED = {
     "float32": (
         optax_mp.mixed_precision(ADAMW, update_dtype=jnp.float32),
-        '.w in a .*got float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
+        '.w in a .*got float32.*`equinox.apply_updates`.*`update_dtype="params"`',
     ),
     "Split": (
         optax_mp.mixed_precision(ADAMW, storage=SPLIT),
