@@ -164,7 +164,7 @@ def wiring_of(equation: Equation) -> Wiring:
     params, name = equation.params, equation.primitive.name
     inputs, outputs = range(len(equation.invars)), range(len(equation.outvars))
     if name == "while":
-        # Inputs are the constants of the condition, those of the body, and the carry.
+        # The inputs: condition constants, body constants, carry.
         count = params["cond_nconsts"]
         carried = inputs[count + params["body_nconsts"] :]
         condition = Region(params["cond_jaxpr"], (*inputs[:count], *carried), (None,))

@@ -182,7 +182,7 @@ def with_average(
         require_params(params, _CALLER)
         check_own_state(state, AverageState, _CALLER)
         context = context_of(extra_args)
-        # A link in a chain before it may skip the step, too.
+        # An earlier link of a chain may also skip the step.
         proceed = is_unmarked(updates, extra_args) & context.proceed
         return partial(move, state, replace(context, proceed=proceed))
 
