@@ -14,7 +14,7 @@ from optax_mp.trees._leaves import is_absent
 from optax_mp.wrappers._context import may_hold_codes, with_context
 from optax_mp.wrappers._inner import as_transformation, or_no_change
 
-# Takes what a step reads, and what it replaces; returns its result, and that anew.
+# Takes what a step reads, and what it replaces; returns its result and the new values.
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
 
@@ -132,7 +132,7 @@ def bind_step(
 ) -> tuple[StepFn, Any, Any, list[NamedSharding | None], Callable[..., Any]]:
     """Return the arguments of `run_step` for the function `name`.
 
-    And from the new params and state of that step to those of `tx`.
+    The last item turns the params and state of that step into the new ones of `tx`.
     """
     gather: Callable[..., Any] = lambda *whole: whole  # noqa: E731
     update = as_transformation(tx, name, "tx").update

@@ -111,7 +111,7 @@ def convert_opt_state(
     if StochasticRoundingState in wrappers:
         weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
     with warnings.catch_warnings():
-        # The masters of the run will replace those of cast params.
+        # The run's masters will replace the ones made here from cast params.
         warnings.filterwarnings("ignore", "mixed_precision: param .* at `init`, which")
         template = to_tx.init(params)
     if kept := wrappers.get(LossScaleState):

@@ -215,9 +215,10 @@ def _coded_with_shifts(
     return [lax.convert_element_type(codes, dtype), scales, shifts]
 
 
-# How columns are told apart. A column is as large as its largest share of a row: that
-# of an element in the largest of its block, only by exponents. A share is 1 at most,
-# so a value out of line makes no other column small, and rows of any size count alike.
+# How columns are told apart. A share is an element divided by the largest element of
+# its block, by exponents only, and a column is as large as its largest share. A share
+# is 1 at most, so a value out of line makes no other column small, and rows of any
+# size count alike.
 # If all shares of a column are under a fourth, the values of the column in this
 # group of rows are coded times a power of two: one more than what is missing, because
 # the largest of many shares is more than usual. Between equal columns nothing is

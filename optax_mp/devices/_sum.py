@@ -39,7 +39,7 @@ def sum_gradients(
     Args:
         grads: a tree of floating arrays.
         axis_name: the name of the mapped axis, or a tuple of names.
-        exchange_dtype: in which gradients are sent: bfloat16, float16 or float32.
+        exchange_dtype: the dtype of gradients as sent: bfloat16, float16 or float32.
         scatter: whether each device gets only its part, as of `lax.psum_scatter`:
             along the first dimension that the number of devices divides. Arrays
             without one, such as short biases, are returned whole.

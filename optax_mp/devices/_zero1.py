@@ -85,8 +85,8 @@ def zero1(
         param_specs: how the params are sharded over other axes, so that both combine: a
             tree of `PartitionSpec` or shardings like the params, or a prefix of one. By
             default params are replicated.
-        exchange_dtype: in which to send the gradients of each device: bfloat16, float16
-            or float32. By default gradients are summed already.
+        exchange_dtype: the dtype in which each device sends its gradients: bfloat16,
+            float16 or float32. By default gradients are summed already.
 
     Returns:
         The transformation.

@@ -71,7 +71,7 @@ class Part:
         return len(self.whole) - 1 if axis == own else axis - (axis > own)
 
     def in_memory(self, entries: Sequence[Any]) -> tuple[Any, ...]:
-        """Return an entry for each axis of `shape` in the order of those of `whole`."""
+        """Return the entries of the axes of `shape`, in the order of `whole`'s axes."""
         *others, last = entries
         return *others[: self.axis], last, *others[self.axis :]
 

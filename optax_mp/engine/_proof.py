@@ -40,7 +40,7 @@ NEAR, _SHARE = 16, 0.01
 PROVED, NOT_PROVED = "kernel", "kernel, not proved here"
 # The result for a kind of device and a form, in words.
 _found: dict[Hashable, str] = {}
-# What XLA computes, what a kernel does exactly, and what it does as it is used.
+# The results of XLA, of the kernel run exactly, and of the kernel as it is used.
 Compared = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 

@@ -184,7 +184,7 @@ def _unsplittable_because(
 
 
 def axis_of_groups(rank: int, axis: int) -> list[int]:
-    """Return the axis along which elements share shifts: the last but that of blocks.
+    """Return the axis along which elements share shifts: the last without blocks.
 
     Empty if there is no other axis.
     """

@@ -53,7 +53,7 @@ from optax_mp.wrappers._mistakes import check_whole_number
 _CALLER = "with_average"
 # How far the average may be behind by default, as a share of its distance: half of it.
 _MOST_AT_ONCE = 0.01
-# What is on the device at a time of an average in host memory, as in `offload`.
+# How much of an average in host memory is on the device at a time, as in `offload`.
 _PLAN = Plan(min_size=2**16, chunk_bytes=2**26)
 
 
@@ -347,7 +347,7 @@ def average_params(
 
     Raises:
         TypeError: if `opt_state` is no optimizer state, or comes second.
-        ValueError: if the state holds no average, or that of other params.
+        ValueError: if the state holds no average, or the average of other params.
 
     Example:
         >>> import jax.numpy as jnp

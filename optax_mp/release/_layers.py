@@ -1,8 +1,8 @@
 """What a loss gets in place of stacked layers: their arrays, and how they are stepped.
 
 `ReleasedLayers` is a pytree, so it passes through `jit`, `jax.checkpoint` and `amp`.
-Only `scan_layers` may read it. Whatever else a loss tries with it is an error that says
-what to do.
+Only `scan_layers` may read it. Any other use in a loss is an error that says what to
+do.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from optax_mp.trees._tree import (
 
 @dataclass(eq=False)
 class ReleasedStack:
-    """What is static of stacked layers.
+    """The static part of `ReleasedLayers`.
 
     Attributes:
         tx: their optimizer.

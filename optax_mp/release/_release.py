@@ -39,7 +39,7 @@ def release_gradients(
     what `optax_mp.value_and_grad` and `tx.update` on each layer do. Call `f` under
     `jax.jit`, and donate state and layers to overwrite them.
 
-    Each layer has a state of its own: `opt_state = jax.vmap(tx.init)(layers)`. It may
+    Each layer has its own state: `opt_state = jax.vmap(tx.init)(layers)`. It may
     be in host memory, and is then copied layer by layer:
     `jax.vmap(optax_mp.offload(tx).init)(layers)`. Optimizers that need the gradients of
     all layers are found in a trace of `tx.update`, and refused.

@@ -31,8 +31,8 @@ class CollectiveRow:
         path: of the param. Found by the size of the array: if several params have it,
             the first of them, and how many more.
         axes: the mesh axes over which devices are joined, such as `"data"`.
-        exchange_dtype: in which it is sent.
-        sum_dtype: in which it is added up, or None if it is not.
+        exchange_dtype: the dtype that is sent.
+        sum_dtype: the dtype of the sum, or None if nothing is added up.
         count: how many times it is sent in one step.
         bytes: how many bytes a device sends for that to others, in a ring.
 
@@ -150,7 +150,7 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
 
 
 def _path_of(size: int, params: optax.Params, axes: list[str]) -> str | None:
-    """Return the params of which a collective over `axes` may carry so many numbers."""
+    """Return the params that a collective of `size` numbers over `axes` may carry."""
     found = []
     for path, leaf in tree_leaves_with_path(params):
         sharding, whole = getattr(leaf, "sharding", None), np.size(leaf)

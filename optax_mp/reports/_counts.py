@@ -137,7 +137,7 @@ def share(part: Any, counts: np.ndarray) -> float:
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 # The exponent of a float32 begins at this bit.
 _EXPONENT_BIT = 23
-# The first exponent of an octave; that of -127 holds float32's subnormals.
+# The exponent of each octave. The first octave holds float32's subnormals.
 _EXPONENTS = np.arange(-127, 128)
 _OCTAVES = 2.0**_EXPONENTS
 # Zero, the octaves, and infinity with NaN.

@@ -28,7 +28,7 @@ from optax_mp.wrappers._mistakes import check_state_first
 
 _PARAMS, _REST = "params", "rest"
 _SCALES = {"scales": "block scales", "shifts": "column scales"}
-# What plain float32 has not.
+# Roles that plain float32 training does not have.
 _OF_FORMS = {"masters", "remainders", *_SCALES.values()}
 # Fields of wrappers: they hold the state of another transform, and are not its role.
 _WRAPPER_FIELDS = (".inner_state", ".inner_states", ".inner_opt_state")

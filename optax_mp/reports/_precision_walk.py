@@ -46,7 +46,7 @@ _CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")
 # Implicit casts: JAX's of promoted operands, and a library's of the inputs of a norm,
 # which is cast back later.
 _PROMOTION, _LAYER = IMPLICIT = "promotion", "layer"
-# What is float32 by itself. The first in this order is the first to be blamed.
+# What can be float32 by itself, in order of blame.
 _KINDS = ("argument", "constant", "array", "number", "cast", "result", *IMPLICIT)
 # The rank of a cause that has made no 16-bit value float32.
 NOT_YET = sys.maxsize

@@ -234,9 +234,9 @@ def _warn_if_unscaled(events: set[Event], known_events: set[Event]) -> None:
     """Warn once if a function computes in float16, and nothing scales its loss.
 
     Args:
-        events: those of this call of the function.
-        known_events: those of earlier calls, because jitted functions report only when
-            they are traced; the events of this call are added.
+        events: the events of this call of the function.
+        known_events: the events of earlier calls, because jitted functions report only
+            when they are traced; the events of this call are added.
     """
     is_new = "computes in float16" in events - known_events
     known_events |= events

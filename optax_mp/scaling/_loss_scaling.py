@@ -263,7 +263,7 @@ def _evidence(bad_index: jax.Array, extra_args: Any, caller: str) -> _Evidence:
 def _after_step(
     state: LossScaleState, evidence: _Evidence, rule: ScaleRule
 ) -> LossScaleState:
-    """Return the state after a step, apart from that of the inner optimizer."""
+    """Return the state after a step, without a new `inner_state`."""
     bad_index, minus_dropped, loss_finite = evidence
     complete = finite = bad_index == ALL_FINITE
     dropped_count = state.dropped_count

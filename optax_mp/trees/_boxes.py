@@ -63,9 +63,9 @@ def put(box: Any, value: Any) -> Any:
 def put_resized(box: Any, value: Any, divides: Divides) -> Any:
     """Return an array of another shape in a box like `box`.
 
-    What the box says about each axis, such as names of mesh axes, is kept for axes that
-    are as long as before. It is kept for one that is shorter if `divides` says so. (A
-    name means a part of the mesh; uneven parts are an error.) Axes in front get none.
+    The box's names of axes, such as mesh axes, are kept for axes that are as long as
+    before, and for a shorter axis if `divides` says so. (A name means a part of the
+    mesh; uneven parts are an error.) Axes in front get none.
 
     Args:
         box: a box, or an array.
