@@ -2,7 +2,6 @@
 
     python benchmarks comparisons                     # all tables, Markdown
     python benchmarks comparisons --json FILE         # also the tables as data
-    python benchmarks comparisons --only "loss scale"
 
 It wants `pip install -e . --group comparisons`. A library that is not installed is
 left out, with a note. All runs are on a CPU. Times are not compared: the threads of two
@@ -384,7 +383,6 @@ TABLES: dict[str, Callable[[], list[record.Row]]] = {
 def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="tables whose title has this")
     record.add_option(parser)
     args = parser.parse_args()
     os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -393,9 +391,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     tables = {}
     for title, compare in TABLES.items():
-        if args.only in title:
-            tables[title] = compare()
-            print(f"\n### {title}\n\n{record.as_markdown(tables[title])}", flush=True)
+        tables[title] = compare()
+        print(f"\n### {title}\n\n{record.as_markdown(tables[title])}", flush=True)
     record.finish(args.json, tables, record.machine_of(jax.devices()), installed())
 
 

@@ -261,7 +261,6 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="library")
     parser.add_argument("--minutes", type=float, default=0.0, help="of this piece")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--only", nargs="+", help="forms by their names")
     record.add_option(parser)
     args = parser.parse_args()
     until = time.time() + 60 * args.minutes
@@ -270,10 +269,9 @@ def main() -> None:
     rows = []
     for seed in args.seeds:
         for form in FORMS:
-            if not args.only or form.name in args.only:
-                run = Run(form, settings, FOLDER / args.task, seed, inner)
-                run.advance(text, held_out, until)
-                rows.append(run.row)
+            run = Run(form, settings, FOLDER / args.task, seed, inner)
+            run.advance(text, held_out, until)
+            rows.append(run.row)
     tables = tables_of(rows)
     machine = f"{record.machine_of(jax.devices())}, Python {sys.version.split()[0]}"
     packages = ("jax", "optax", "orbax-checkpoint")

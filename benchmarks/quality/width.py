@@ -2,13 +2,13 @@
 
     python benchmarks width
     python benchmarks width --json FILE
-    python benchmarks width --widths 64 128 --steps 20
+    python benchmarks width --models MLP --widths 64 128 --steps 20
 
-An MLP learns from a random one. Adam's rates are as in muP (arXiv 2203.03466, Table 8),
-written as multipliers: a matrix that reads a hidden layer is multiplied by 64 / width
-and starts so much larger, so that one rate serves all widths. Gradients are computed in
-float32 at the params of each form: forms differ by what the optimizer keeps, and not by
-16-bit products.
+An MLP learns from a random one, and the demo's transformer learns to predict letters.
+Adam's rates are as in muP (arXiv 2203.03466, Table 8), written as multipliers: a matrix
+that reads a hidden layer is multiplied by 64 / width and starts so much larger, so that
+one rate serves all widths. Gradients are computed in float32 at the params of each
+form: forms differ by what the optimizer keeps, and not by 16-bit products.
 
 "Off by" is the distance of the weights from float32's of the same seed, over the way
 that float32's have gone from their start, both by norm.
@@ -16,6 +16,8 @@ that float32's have gone from their start, both by norm.
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import forms
@@ -24,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import record
+from the_demo import Settings, drawer, init_params, make_loss, read_corpus
 
 import optax_mp
 
-SEEDS, STEPS, WIDTHS = 3, 150, [64, 256, 1024]
-BASE, INPUTS, OUTPUTS = 64, 64, 16
+SEEDS, STEPS, BASE, INPUTS, OUTPUTS = 3, 150, 64, 64, 16
 COMPARED = "masters", "Split(16)", "Split(8)", "8-bit state", "5.1 bytes"
 # How each makes its optimizer, with the dtypes of params and gradients. The first is
 # what the others are compared with.
@@ -40,38 +42,59 @@ FORMS = {
 }
 
 
-def init(key: jax.Array, width: int) -> dict[str, jax.Array]:
-    """Return the first weights of an MLP."""
-    shapes = {"in": (INPUTS, width), "hidden": (width, width), "out": (width, OUTPUTS)}
-    keys = jax.random.split(key, len(shapes))
-    return {
-        name: jax.random.normal(k, shape) * shape[0] ** -0.5
-        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+def mlp(width: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what makes the first weights of an MLP, and its loss on a batch by key."""
+
+    def init(key: jax.Array, width: int = width) -> dict[str, jax.Array]:
+        shapes = (INPUTS, width), (width, width), (width, OUTPUTS)
+        keys = jax.random.split(key, 3)
+        pairs = zip(keys, shapes, strict=True)
+        leaves = [jax.random.normal(k, x) * x[0] ** -0.5 for k, x in pairs]
+        return dict(zip(("in", "hidden", "out"), leaves, strict=True))
+
+    def apply(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        x = jax.nn.relu(x @ params["in"])
+        return jax.nn.relu(x @ params["hidden"]) @ params["out"]
+
+    teacher = init(jax.random.key(-1), 256)
+
+    def loss(params: Any, key: jax.Array) -> jax.Array:
+        x = jax.random.normal(key, (64, INPUTS))
+        return jnp.square(apply(params, x) - apply(teacher, x)).mean()
+
+    return init, loss
 
 
-def apply(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Return what the MLP says."""
-    x = jax.nn.relu(x @ params["in"])
-    return jax.nn.relu(x @ params["hidden"]) @ params["out"]
+def transformer(width: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the same for the demo's transformer, with heads of 16."""
+    settings = Settings(width=width, head_count=width // 16, context=32, batch_size=8)
+    loss = make_loss(settings, jnp.float32)
+    draw = drawer(jnp.asarray(read_corpus(settings.context)[0]), settings)
+    first = partial(init_params, settings=settings)
+    return first, lambda params, key: loss(params, draw(key))
 
 
-def ends(width: int, form: Any, steps: int) -> np.ndarray:
+# What makes each model, and its widths.
+MODELS = {"MLP": (mlp, [64, 256, 1024]), "transformer": (transformer, [64, 128, 256])}
+
+
+def ends(model: Callable[..., Any], width: int, form: Any, steps: int) -> np.ndarray:
     """Return the weights, as the model multiplies them: a row for each seed."""
     make, dtype, grad_dtype, _ = form
     tx = make()
-    teacher = init(jax.random.key(-1), 256)
-    factors = {"in": 1.0, "hidden": BASE / width, "out": BASE / width}
+    init, loss = model(width)
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.square(apply(params, x) - apply(teacher, x)).mean()
+    def factor(path: Any, x: jax.Array) -> float:
+        reads_hidden = x.ndim > 1 and path[-1].key not in ("in", "characters")
+        return BASE / width if reads_hidden else 1.0
 
     def run(seed: jax.Array) -> Any:
         keys = jax.random.split(jax.random.key(seed), 2)
-        first = init(keys[0], width)
+        first = init(keys[0])
+        factors = jax.tree_util.tree_map_with_path(factor, first)
         params = jax.tree.map(jnp.divide, first, factors)
         # The last layer's weights are smaller by one more root of the width.
-        params["out"] *= (BASE / width) ** 0.5
+        params["out" if "out" in params else "logits"] *= (BASE / width) ** 0.5
         # In the same values for all forms.
         params = optax_mp.cast_floating(params, jnp.bfloat16)
         params = optax_mp.cast_floating(params, dtype)
@@ -83,7 +106,6 @@ def ends(width: int, form: Any, steps: int) -> np.ndarray:
         def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
             params, state = carry
             batch = jax.random.fold_in(keys[1], number)
-            batch = jax.random.normal(batch, (64, INPUTS))
             grads = jax.grad(lambda params: loss(wide(params), batch))(params)
             grads = optax_mp.cast_floating(grads, grad_dtype)
             updates, state = tx.update(grads, state, params)
@@ -98,14 +120,16 @@ def ends(width: int, form: Any, steps: int) -> np.ndarray:
     return np.concatenate(leaves, axis=1)
 
 
-def measure(widths: list[int], steps: int) -> list[record.Row]:
+def measure(
+    model: Callable[..., Any], widths: list[int], steps: int
+) -> list[record.Row]:
     """Return a row for each form: how far it is off at each width, mean of seeds."""
     rows = {form: {"form": form} for form in FORMS if form != "float32"}
     for width in widths:
-        exact = ends(width, FORMS["float32"], steps)
-        way = np.linalg.norm(exact - ends(width, FORMS["float32"], 0), axis=1)
+        exact = ends(model, width, FORMS["float32"], steps)
+        way = np.linalg.norm(exact - ends(model, width, FORMS["float32"], 0), axis=1)
         for form, row in rows.items():
-            apart = ends(width, FORMS[form], steps) - exact
+            apart = ends(model, width, FORMS[form], steps) - exact
             off = np.linalg.norm(apart, axis=1) / way
             row[f"width {width}"] = float(off.mean())
             row.setdefault("losses", []).append(off.tolist())
@@ -114,15 +138,19 @@ def measure(widths: list[int], steps: int) -> list[record.Row]:
 
 
 def main() -> None:
-    """Read the options and print the table."""
+    """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--widths", type=int, nargs="+", help="for all models")
     parser.add_argument("--steps", type=int, default=STEPS)
     record.add_option(parser)
     args = parser.parse_args()
-    rows = measure(args.widths, args.steps)
-    tables = {f"MLP: off by, at each width, after {args.steps} steps": rows}
-    print(f"{record.heading(jax.devices())}\n\n{record.as_markdown(rows)}")
+    tables = {}
+    for name in args.models:
+        model, widths = MODELS[name]
+        rows = measure(model, args.widths or widths, args.steps)
+        tables[f"{name}: off by, at each width, after {args.steps} steps"] = rows
+        print(f"{record.heading(jax.devices())}\n\n{record.as_markdown(rows)}")
     record.finish(args.json, tables, record.machine_of(jax.devices()))
 
 

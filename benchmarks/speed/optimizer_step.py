@@ -273,9 +273,7 @@ def first_calls() -> list[dict]:
 
 def measure(shapes: list[tuple[int, ...]], args: argparse.Namespace) -> list[dict]:
     """Return the rows of one table."""
-    first, *others = contenders()
-    entries = [first] + [entry for entry in others if args.only in entry.name]
-    running = [Running.start(contender, shapes) for contender in entries]
+    running = [Running.start(contender, shapes) for contender in contenders()]
     for _ in range(args.rounds):
         for each in running:
             each.run(args.steps)
@@ -302,15 +300,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=3, help="steps in a row a round")
-    parser.add_argument("--first-calls", action="store_true", help="also time these")
-    parser.add_argument("--only", default="", help="rows whose name holds this text")
     record.add_option(parser)
     args = parser.parse_args()
     devices = jax.devices()[:1]
     print(record.heading(devices))
-    tables = {TITLE: measure(SHAPES, args)}
-    if args.first_calls:
-        tables[FIRST_CALL_TITLE] = first_calls()
+    tables = {TITLE: measure(SHAPES, args), FIRST_CALL_TITLE: first_calls()}
     for title, rows in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(rows)}", flush=True)
     record.finish(args.json, tables, record.machine_of(devices))

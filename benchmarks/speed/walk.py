@@ -1,14 +1,12 @@
 """How many functions and modules one update goes through.
 
-    python benchmarks walk             # a Markdown table; fails above a limit
-    python benchmarks walk --calls masters   # each function of one form, by calls
+    python benchmarks walk    # a Markdown table; fails above a limit
 
 AdamW for two leaves, traced once before; with low-bit state, traced and lowered. Calls
 and modules are this package's, in the first row optax's. Comprehensions do not count:
 from Python 3.12 on they are no calls.
 """
 
-import argparse
 import collections
 import sys
 from collections.abc import Callable
@@ -103,14 +101,7 @@ def table() -> list[record.Row]:
 
 
 def main() -> None:
-    """Read the options and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", choices=list(forms.FORMS), help="list one form")
-    args = parser.parse_args()
-    if args.calls:
-        for (file, name), count in walk_of(args.calls).most_common():
-            print(f"{count:5} {file.rpartition('optax')[2]}:{name}")
-        return
+    """Print the table."""
     rows = table()
     print(record.as_markdown(rows))
     if any(x["calls"] > x["at most"] or x["modules"] > x["at most "] for x in rows):

@@ -169,7 +169,7 @@ def short_training(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_widths_write_what_the_page_reads(run, script):
     rows, *_ = script("record").read_all()["width"].tables.values()
-    found = run("width", "--widths", "64", "--steps", "20").rows
+    found = run("width", "--models", "MLP", "--widths", "64", "--steps", "20").rows
     assert [row["form"] for row in found] == [row["form"] for row in rows]
     off = {row["form"]: row["width 64"] for row in found}
     assert off["masters"] < off["plain bf16"] / 5
