@@ -47,20 +47,15 @@ def draw_stall(figure: Any, records: Records) -> None:
         weight.plot(*row["curve"], **style_of(name), label=label)
     weight.set(xlabel="updates of -0.001", ylabel="weight", title="one bfloat16 weight")
     weight.legend(loc="lower left")
-    names = {
-        "float32": "float32",
-        "plain optax on bfloat16 params": "plain optax",
-        "bfloat16 with masters": "mixed_precision",
-    }
-    for name, short_name in names.items():
-        rows = [row for row in records["demo_full"].rows if row["run"] == name]
-        steps, curves = rows[0]["curve"][0][1:], [row["curve"][1][1:] for row in rows]
-        held_out = fmean(row["held-out loss"] for row in rows)
-        label = f"{short_name}: {held_out:.3f}"
-        loss.plot(steps, smooth(mean_of(curves)), **style_of(name), label=label)
-    end = max(steps)
-    loss.set(xlabel="training step", ylabel="loss, nats per character (smoothed)")
-    loss.set(title="a small transformer", xlim=(0.1 * end, end), ylim=(1.4, 2.1))
+    ends = next(iter(records["nanogpt"].tables.values()))
+    names = {"plain bf16": "plain optax", "masters": "mixed_precision"}
+    for row in (x for x in ends if x["form"] in ("float32", *names)):
+        curve, name = mean_of(row["curve"]), names.get(row["form"], row["form"])
+        steps = [row["steps"] * (i + 1) / len(curve) for i in range(len(curve))]
+        label = f"{name}: {row['held-out loss']:.3f}"
+        loss.plot(steps, curve, **style_of(row["form"]), label=label)
+    loss.set(xlabel="training step", ylabel="loss, nats per character", ylim=(1.4, 2.1))
+    loss.set(title="nanoGPT's run", xlim=(200, 2000))
     loss.legend(title="held-out loss at the end")
 
 
@@ -69,32 +64,26 @@ def mean_of(curves: list[list[float]]) -> list[float]:
     return [fmean(values) for values in zip(*curves, strict=True)]
 
 
-def smooth(values: list[float], decay: float = 0.8) -> list[float]:
-    """Return the running average, decaying by `decay` from value to value."""
-    means, mean = [], values[0] if values else 0.0
-    for value in values:
-        mean = decay * mean + (1 - decay) * value
-        means.append(mean)
-    return means
-
-
 def draw_width(figure: Any, records: Records) -> None:
     """How far each form is off float32, by the width of the model, with all seeds."""
-    ((title, rows),) = records["width"].tables.items()
-    panel = figure.subplots()
-    for place, row in enumerate(rows):
-        widths = [int(x.split()[1]) for x in row if x.startswith("width")]
-        style = style_of(row["form"]) | MARKERS[place]
-        seeds = [row["losses"][i] for i in range(len(widths))]
-        low, high = ([f(x) for x in seeds] for f in (min, max))
-        panel.fill_between(widths, low, high, color=style["color"], alpha=0.2, lw=0)
-        panel.plot(widths, [fmean(x) for x in seeds], **style, label=row["form"])
-    panel.set(xscale="log", yscale="log", xlabel="width", title=title.split(":")[0])
-    panel.set_xticks(widths, [str(width) for width in widths])
-    panel.set_yticks(ticks := [0.02, 0.05, 0.1, 0.2, 0.5], [f"{x:g}" for x in ticks])
-    panel.minorticks_off()
-    panel.set_ylabel("distance from float32 / its way")
-    figure.legend(loc="outside right center")
+    tables = records["width"].tables
+    panels = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
+    for panel, (title, rows) in zip(panels, tables.items(), strict=True):
+        for place, row in enumerate(rows):
+            widths = [int(x.split()[1]) for x in row if x.startswith("width")]
+            style = style_of(row["form"]) | MARKERS[place]
+            seeds = row["losses"]
+            low, high = ([f(x) for x in seeds] for f in (min, max))
+            panel.fill_between(widths, low, high, color=style["color"], alpha=0.2, lw=0)
+            panel.plot(widths, [fmean(x) for x in seeds], **style, label=row["form"])
+        panel.set(xscale="log", yscale="log", xlabel="width", title=title.split(":")[0])
+        panel.set_xticks(widths, [str(width) for width in widths])
+        panel.minorticks_off()
+    ticks = [0.02, 0.05, 0.1, 0.2, 0.5]
+    panels[0].set_yticks(ticks, [f"{x:g}" for x in ticks])
+    panels[0].set_ylabel("distance from float32 / its way")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right center")
 
 
 def draw_finetune(figure: Any, records: Records) -> None:
