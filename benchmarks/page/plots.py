@@ -47,21 +47,28 @@ def draw_stall(figure: Any, records: Records) -> None:
         weight.plot(*row["curve"], **style_of(name), label=label)
     weight.set(xlabel="updates of -0.001", ylabel="weight", title="one bfloat16 weight")
     weight.legend(loc="lower left")
-    ends = next(iter(records["nanogpt"].tables.values()))
-    names = {"plain bf16": "plain optax", "masters": "mixed_precision"}
-    for row in (x for x in ends if x["form"] in ("float32", *names)):
-        curve, name = mean_of(row["curve"]), names.get(row["form"], row["form"])
-        steps = [row["steps"] * (i + 1) / len(curve) for i in range(len(curve))]
-        label = f"{name}: {row['held-out loss']:.3f}"
-        loss.plot(steps, curve, **style_of(row["form"]), label=label)
-    loss.set(xlabel="training step", ylabel="loss, nats per character", ylim=(1.4, 2.1))
-    loss.set(title="nanoGPT's run", xlim=(200, 2000))
+    names = {
+        "plain optax on bfloat16 params": "plain optax",
+        "bfloat16 with masters": "mixed_precision",
+    }
+    rows = records["demo_rates"].rows
+    for row in (x for x in rows if x["peak learning rate"] == 0.003):
+        label = f"{names.get(row['run'], 'float32')}: {row['held-out loss']:.3f}"
+        steps, curve = (x[1:] for x in row["curve"])
+        loss.plot(steps, smooth(curve), **style_of(row["run"]), label=label)
+    end = max(steps)
+    loss.set(xlabel="training step", ylabel="loss, nats per character (smoothed)")
+    loss.set(title="a small transformer", xlim=(0.1 * end, end), ylim=(1.4, 2.1))
     loss.legend(title="held-out loss at the end")
 
 
-def mean_of(curves: list[list[float]]) -> list[float]:
-    """Return the mean of the curves of several seeds."""
-    return [fmean(values) for values in zip(*curves, strict=True)]
+def smooth(values: list[float], decay: float = 0.8) -> list[float]:
+    """Return the running average, decaying by `decay` from value to value."""
+    means, mean = [], values[0]
+    for value in values:
+        mean = decay * mean + (1 - decay) * value
+        means.append(mean)
+    return means
 
 
 def draw_width(figure: Any, records: Records) -> None:
