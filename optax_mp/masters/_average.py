@@ -102,9 +102,9 @@ def with_average(
 
     A step that a loss scale or `optax.apply_if_finite` skips does not count, and
     `optax.MultiSteps` counts steps of the optimizer. Put `with_average` around all of
-    these, so that a step in which the average does not move reads none of it. Only
-    `zero1` may be around it, and `optax.masked` or `optax.partition` for a part of the
-    params: integers and params that a mask hides have no average.
+    these and of `offload`, so that a step in which the average does not move reads none
+    of it. Only `zero1` may be around it, and `optax.masked` or `optax.partition` for a
+    part of the params: integers and params that a mask hides have no average.
 
     Args:
         inner: any optax optimizer or chain.
