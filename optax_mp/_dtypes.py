@@ -170,18 +170,3 @@ def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def _has_infinity(dtype: DTypeLike) -> bool:
     # `float8_e4m3fn`, for one, has none: its cast of an infinity is NaN.
     return bool(np.isinf(np.float32(np.inf).astype(dtype)))
-
-
-def difference(target: jax.Array, start: jax.Array) -> jax.Array:
-    """Return what to add to `start` for it to become `target`, in their common dtype.
-
-    An infinite `start` stays: what to add is 0, because no sum would make it finite. If
-    `target` is NaN, so is the difference. To NaN anything may be added.
-    """
-    change = lax.sub(target, start)
-    # inf - inf would be NaN. Not by a clamp, which takes a CPU a fifth of a step.
-    moves = lax.bitwise_or(lax.is_finite(start), lax.ne(target, target))
-    # XLA would merge an array of zeros with the one that a loop begins with to sum
-    # gradients, and so keep that one beside the sums: 4 bytes per weight.
-    zero = lax.convert_element_type(moves, change.dtype)  # where it is read
-    return lax.select(moves, change, zero)

@@ -30,8 +30,8 @@ LIMITS: dict[tuple[str, str | None], tuple[int, int]] = {
     ("float32", None): (41, 7),
     ("masters", None): (100, 10),
     ("loss scale", None): (300, 15),
-    ("5.1 bytes", "tpu"): (6000, 29),
-    ("5.1 bytes", "cpu"): (2500, 27),
+    ("5.1 bytes", "tpu"): (6000, 28),
+    ("5.1 bytes", "cpu"): (2500, 26),
 }
 _INLINED = "<listcomp>", "<setcomp>", "<dictcomp>"
 

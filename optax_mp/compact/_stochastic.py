@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._dtypes import bits, difference
+from optax_mp._dtypes import bits
 from optax_mp._warnings import warn
 from optax_mp.compact._random_numbers import (
     check_seed,
@@ -18,7 +18,7 @@ from optax_mp.trees._descriptions import place_like_params
 from optax_mp.trees._leaves import Leaves
 from optax_mp.trees._states import inner_field
 from optax_mp.trees._tree import copy_shared, describe, is_floating, spell
-from optax_mp.wrappers._choose import choose_step
+from optax_mp.wrappers._choose import choose_step, difference
 from optax_mp.wrappers._context import Transformation
 from optax_mp.wrappers._inner import (
     MatchedArguments,

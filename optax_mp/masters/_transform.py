@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import (
     at_least_float32,
     bits,
-    difference,
     round_to,
     saturating_cast,
 )
@@ -43,7 +42,7 @@ from optax_mp.trees._descriptions import place_like_params
 from optax_mp.trees._leaves import ABSENT, Leaves, is_absent
 from optax_mp.trees._states import find_states
 from optax_mp.trees._tree import copy_shared, describe, is_floating, spell
-from optax_mp.wrappers._choose import choose_step
+from optax_mp.wrappers._choose import choose_step, difference
 from optax_mp.wrappers._context import Transformation
 from optax_mp.wrappers._inner import (
     MatchedArguments,

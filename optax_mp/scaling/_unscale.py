@@ -25,14 +25,14 @@ from jax import lax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path, tree_map_with_path
 from jax.typing import ArrayLike
 
-from optax_mp._dtypes import at_least_float32, bits, difference
+from optax_mp._dtypes import at_least_float32, bits
 from optax_mp._jax._contact import varying_axes
 from optax_mp._warnings import warn
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._states import find_states
 from optax_mp.trees._tree import PyTree, all_true, is_floating, is_inexact, leaf_finite
-from optax_mp.wrappers._choose import or_negative_zeros
+from optax_mp.wrappers._choose import difference, or_negative_zeros
 from optax_mp.wrappers._context import Choice, context_of
 from optax_mp.wrappers._inner import require_params
 
