@@ -358,7 +358,7 @@ MODELS = {
 
 # Title: (what is measured, the names of the rows).
 TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] = {
-    "AdamW": (measure, FORMS),
+    "AdamW": (measure, [x for x in FORMS if "link" not in x]),
     "Other optimizers": (measure, OTHERS),
     "Muon": (measure_with_products, MUON),
     "Leaves of one axis, AdamW": (measure_one_axis, ONE_AXIS),
@@ -369,6 +369,8 @@ TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] =
     "Columns over eight devices, AdamW": (measure_columns, SHARDED),
     "By zero1 over eight devices, AdamW": (measure_zero1, ("masters", "5.1 bytes")),
     "Models, AdamW": (measure_model_leaves, MODELS),
+    # Last: once a link ran in a process, masters search float32 gradients for its mark.
+    "A link before, AdamW": (measure, [x for x in FORMS if "link" in x]),
     "Training step of a transformer": (
         lambda way, target, _: measure_model(way, target, MODEL),
         WAYS,
