@@ -47,13 +47,11 @@ def draw_stall(figure: Any, records: Records) -> None:
         weight.plot(*row["curve"], **style_of(name), label=label)
     weight.set(xlabel="updates of -0.001", ylabel="weight", title="one bfloat16 weight")
     weight.legend(loc="lower left")
-    names = {
-        "plain optax on bfloat16 params": "plain optax",
-        "bfloat16 with masters": "mixed_precision",
-    }
     rows = records["demo_rates"].rows
     for row in (x for x in rows if x["peak learning rate"] == 0.003):
-        label = f"{names.get(row['run'], 'float32')}: {row['held-out loss']:.3f}"
+        name = row["run"].removesuffix(" on bfloat16 params")
+        name = name.replace("bfloat16 with masters", "mixed_precision")
+        label = f"{name}: {row['held-out loss']:.3f}"
         steps, curve = (x[1:] for x in row["curve"])
         loss.plot(steps, smooth(curve), **style_of(row["run"]), label=label)
     end = max(steps)
