@@ -63,7 +63,7 @@ FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 # pages say of each what changed since.
 OLDER = set(
     """ablations accelerators_newest comparisons convergence finetune
-    host_memory host_memory_jax012 host_memory_newer language optimizer_step
+    host_memory_jax012 host_memory_newer language optimizer_step
     training_step_large training_step_medium
     training_step_release_sharded training_step_release_tpu
     training_step_sharded training_step_sharded_tpu training_step_tpu""".split()
