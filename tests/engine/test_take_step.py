@@ -607,10 +607,10 @@ def test_a_step_without_kernels_says_why_once():
         (step, args, "not within `jit`"),
         (jax.vmap(step), map(twice, args), "within `vmap` or `grad`"),
         (jax.jit(printing), (grads, noisy.init(params), params), "effe"),
+        (jax.checking_leaks()(jax.jit(step)), args, "JAX looks for leaked tracers"),
     ):
-        with pytest.warns(
-            optax_mp.MixedPrecisionWarning, match=f"without kernels.*{reason}"
-        ):
+        said = f"without kernels.*{reason}"
+        with pytest.warns(optax_mp.MixedPrecisionWarning, match=said):
             function(*values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
