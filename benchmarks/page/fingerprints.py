@@ -65,8 +65,8 @@ OLDER = set(
     """ablations accelerators_newest comparisons convergence finetune
     host_memory_jax012 host_memory_newer language optimizer_step
     training_step_large training_step_medium
-    training_step_release_sharded training_step_release_tpu
-    training_step_sharded training_step_sharded_tpu training_step_tpu""".split()
+    training_step_release_sharded training_step_sharded
+    training_step_sharded_tpu training_step_tpu""".split()
 )
 
 
