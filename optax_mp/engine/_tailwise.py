@@ -7,6 +7,7 @@ equations before the elementwise tails of the leaves as written, and each tail
 
 - by a kernel, if the platform has one for it and the layout of its arrays is known;
 - else chunk by chunk, if it is large and the platform is a TPU;
+- else in two passes, if the platform is a GPU;
 - else as written.
 """
 
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from optax_mp._jax._arrays import compiles, is_on_host, is_traced, mesh_in_type
+from optax_mp._jax._block_operations import LARGEST
 from optax_mp._jax._contact import is_seen, is_traced_by_jit
 from optax_mp._jax._control_flow import STEP
 from optax_mp._jax._jaxpr import Equation, TracedCall, bind, evaluate
@@ -278,11 +280,14 @@ class TailwiseStep:
             part = Part.of(tail, args, known)
             made = self._by_kernel(tail, part, args)
             made = made or self._by_chunks(tail, part, args)
-            if made is None:
-                self._warn_of_layout(tail)
-                run_nodes(tail.nodes, values)
-            else:
+            if made is not None:
                 values.update(zip(tail.outputs, made, strict=True))
+                continue
+            self._warn_of_layout(tail)
+            if self.target.platform == "cuda":
+                _run_in_two_passes(tail, values)
+            else:
+                run_nodes(tail.nodes, values)
         return [read_output(values, value) for value in outputs]
 
     def _by_kernel(
@@ -356,3 +361,22 @@ class TailwiseStep:
         made = part.run(run_part, args)
         self.shared[form] = shared
         return made
+
+
+def _run_in_two_passes(tail: ElementwiseTail, values: dict[Any, Any]) -> None:
+    """Evaluate a tail, first its scales, then all outputs; add these to `values`.
+
+    Between the passes XLA for GPUs would write in float32 what both need. To compute it
+    twice moves less.
+    """
+    reads = set(tail.reads)
+    found = [x for x in tail.nodes if x.equation.params.get("kind") == LARGEST]
+    scales = [value for node in found for value in node.outputs]
+    run_nodes(backward_slice(scales, reads.__contains__), values)
+    # Behind the barrier XLA does not find that it computes the same again.
+    arrays = [x for x in (*tail.reads, *scales) if x.aval.ndim]
+    held = jax.lax.optimization_barrier([values[x] for x in arrays])
+    second = values | dict(zip(arrays, held, strict=True))
+    given = reads.union(scales)
+    run_nodes(backward_slice(tail.outputs, given.__contains__), second)
+    values.update((x, second[x]) for x in tail.outputs)

@@ -71,6 +71,15 @@ def test_a_tpu_needs_no_more_without_kernels(tmp_path):
         assert row["temporaries, layout not known"] <= 1.05, row
 
 
+def test_a_gpu_without_kernels_writes_nothing_in_float32(tmp_path):
+    """Nor where the layout is not known."""
+    options = "--tables", "Without,Sharded,Stacked", "--target", "gpu"
+    for row in rows(tmp_path, *options, "--forms", "5.1 bytes"):
+        end = "" if "moved" in row else ", layout not known"
+        assert row["moved" + end] <= 2.3 * row["limit"], row
+        assert row["temporaries" + end] <= 0.75, row
+
+
 @pytest.mark.parametrize("table", ["Leaves", "Attention"])
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 def test_leaves_of_other_ranks_need_no_more(table, target, tmp_path):

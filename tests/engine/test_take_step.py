@@ -378,13 +378,20 @@ def test_each_device_takes_the_step_of_its_shards(platform, shape, way, monkeypa
     )
 
 
-def test_without_a_kernel_a_tpu_goes_by_chunks(monkeypatch):
+def test_without_a_kernel_a_tpu_goes_by_chunks_and_a_gpu_twice(monkeypatch):
     monkeypatch.setenv("OPTAX_MP_KERNELS", "0")
     shapes = ((2**11, 2**11),)
-    text = lowered(FORMS["5.1 bytes"](), "tpu", shapes)
-    assert "stablehlo.while" in text and "tpu_custom_call" not in text
-    for platform in ("cpu", "cuda"):
-        assert "stablehlo.while" not in lowered(FORMS["5.1 bytes"](), platform, shapes)
+    for platform in ("cpu", "tpu", "cuda"):
+        text = lowered(FORMS["5.1 bytes"](), platform, shapes)
+        assert ("stablehlo.while" in text) == (platform == "tpu")
+    assert "optimization_barrier %arg" in text and CALLS["cuda"] not in text
+
+
+def test_two_passes_do_the_same():
+    tx, want = as_by_update("5.1 bytes", tuple(SHAPES))
+    with lowered_for("cuda"):
+        got = trained(exactly(optax_mp.take_step, tx), tx, 2)
+    check_alike(got, want, 1e-3)
 
 
 def lowered(
