@@ -62,11 +62,9 @@ FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 # Results of an earlier program, to be made anew on a machine that has the hours. The
 # pages say of each what changed since.
 OLDER = set(
-    """ablations accelerators_newest comparisons convergence finetune
-    host_memory_jax012 host_memory_newer language optimizer_step
-    training_step_large training_step_medium
-    training_step_release_sharded training_step_sharded
-    training_step_sharded_tpu training_step_tpu""".split()
+    """accelerators_newest comparisons host_memory_jax012 host_memory_newer language
+    optimizer_step training_step_large training_step_medium
+    training_step_release_sharded""".split()
 )
 
 
