@@ -15,9 +15,9 @@ from optax_mp.engine._by_platform import Target, run_by_platform
 X = jnp.arange(4.0)
 
 
-def lowered(rewrite, platform="tpu", x=X):
-    traced = jax.jit(lambda x: run_by_platform(jnp.sin, rewrite, x)).trace(x)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+def lowered(rewrite, *platforms):
+    traced = jax.jit(lambda x: run_by_platform(jnp.sin, rewrite, x)).trace(X)
+    return traced.lower(lowering_platforms=platforms or ("tpu",)).as_text()
 
 
 def cosine(target):
@@ -30,8 +30,7 @@ def test_a_platform_that_is_known_has_another_program(platform):
 
 
 def test_a_program_for_several_platforms_is_as_written():
-    traced = jax.jit(lambda x: run_by_platform(jnp.sin, cosine, x)).trace(X)
-    text = traced.lower(lowering_platforms=("tpu", "cpu")).as_text()
+    text = lowered(cosine, "tpu", "cpu")
     assert "stablehlo.sine" in text and "stablehlo.cosine" not in text
 
 

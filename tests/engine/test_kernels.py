@@ -46,9 +46,8 @@ def test_a_word_turns_kernels_off_or_on(word, monkeypatch):
     monkeypatch.setenv("OPTAX_MP_KERNELS", word)
     is_on = word in ("1", "true", "on", "")
     assert ("tpu_custom_call" in lowered(compact())) == is_on
-    assert report(compact()).gpu == (
-        "kernel, not proved here" if is_on else f"OPTAX_MP_KERNELS={word}"
-    )
+    want = "kernel, not proved here" if is_on else f"OPTAX_MP_KERNELS={word}"
+    assert report(compact()).gpu == want
 
 
 @pytest.mark.parametrize("word", ["no", "2", "kernels"])

@@ -298,14 +298,8 @@ def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened():
 
 # Rows left over, of a group of each device; more axes; rows that groups do not divide;
 # one axis; a small one.
-IN_CHUNKS = [
-    "blocks of 128",
-    "stochastic rounding",
-    "MultiSteps",
-    "booleans",
-    "float16",
-]
-IN_CHUNKS += ["split", "muon", "madgrad"]
+IN_CHUNKS = ["blocks of 128", "stochastic rounding", "MultiSteps", "booleans"]
+IN_CHUNKS += ["float16", "split", "muon", "madgrad"]
 CHUNKED = [(640, 520), (4, 64, 256), (262, 256), (133, 1032), (2**18,), (300,)]
 
 
@@ -427,11 +421,13 @@ def test_a_platform_has_one_kernel_for_each_leaf(platform):
     assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), platform, ((8, 8),))
 
 
-@pytest.mark.parametrize("form", ["5.1 bytes", "split"])
-def test_a_gpu_has_kernels_for_float16_and_a_tpu_none(form):
+def test_a_gpu_has_kernels_for_float16_and_new_booleans_and_a_tpu_none():
+    new = compact(optax.chain(ADAMW(), flips(lambda updates, _: updates > 0)))
     for platform in CALLS:
-        text = lowered(FORMS[form](), platform, dtype="float16")
-        assert (CALLS[platform] in text) == (platform == "cuda")
+        texts = [lowered(new, platform, ((256, 4096),))]
+        for form in ("5.1 bytes", "split"):
+            texts.append(lowered(FORMS[form](), platform, dtype="float16"))
+        assert {CALLS[platform] in text for text in texts} == {platform == "cuda"}
 
 
 @pytest.mark.slow
@@ -444,14 +440,6 @@ def test_a_step_is_exported_for_several_platforms():
     exported = jax.export.export(step, platforms=("cpu", "tpu", "cuda"))(*args)
     assert "custom_call @tpu" not in exported.mlir_module()
     assert as_bits(exported.call(*args)) == as_bits(step(*args))
-
-
-def test_a_gpu_has_a_kernel_for_new_booleans_and_a_tpu_none():
-    new = flips(lambda updates, _: updates > 0)
-    tx = compact(optax.chain(ADAMW(), new))
-    for platform in CALLS:
-        text = lowered(tx, platform, ((256, 4096),))
-        assert (CALLS[platform] in text) == (platform == "cuda")
 
 
 def test_an_update_has_kernels_on_a_tpu_alone():
