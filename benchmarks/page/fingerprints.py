@@ -62,9 +62,8 @@ FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 # Results of an earlier program, to be made anew on a machine that has the hours. The
 # pages say of each what changed since.
 OLDER = set(
-    """accelerators_newest comparisons host_memory_jax012 host_memory_newer language
-    optimizer_step training_step_large training_step_medium
-    training_step_release_sharded""".split()
+    """accelerators_newest host_memory_jax012 language optimizer_step
+    training_step_large training_step_medium""".split()
 )
 
 
