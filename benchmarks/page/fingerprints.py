@@ -61,10 +61,7 @@ FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 }
 # Results of an earlier program, to be made anew on a machine that has the hours. The
 # pages say of each what changed since.
-OLDER = set(
-    """accelerators_newest host_memory_jax012 language optimizer_step
-    training_step_large training_step_medium""".split()
-)
+OLDER = {"accelerators_newest", "language", "training_step_large"}
 
 
 @jax.tree_util.register_dataclass
