@@ -61,7 +61,7 @@ FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 }
 # Results of an earlier program, to be made anew on a machine that has the hours. The
 # pages say of each what changed since.
-OLDER = {"accelerators_newest", "language", "training_step_large"}
+OLDER = {"accelerators_newest", "language"}
 
 
 @jax.tree_util.register_dataclass
