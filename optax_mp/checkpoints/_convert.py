@@ -1,8 +1,7 @@
 """convert_opt_state: a run's state for another form of the same optimizer."""
 
 import warnings
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,10 +19,10 @@ from optax_mp.masters._access import (
     map_masters,
     read_arguments,
 )
-from optax_mp.masters._average import AverageState, start_at
+from optax_mp.masters._average import AverageState
 from optax_mp.masters._storage import MixedPrecisionState, storage_of
 from optax_mp.scaling._state import LossScaleState
-from optax_mp.trees._leaves import Leaves
+from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._quantized import Quantized
 from optax_mp.trees._states import find_states, map_states
 from optax_mp.trees._tree import PyTree, cast_floating, copy_shared, is_floating, spell
@@ -104,18 +103,18 @@ def convert_opt_state(
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
     _check_made_by(opt_state, from_tx, params)
-    found = {kind: find_states(opt_state, kind) for kind in _WRAPPERS}
-    wrappers = {kind: states[0][1] for kind, states in found.items() if states}
-    has_masters = MixedPrecisionState in wrappers
+    kept = {kind: [x for _, x in find_states(opt_state, kind)] for kind in _WRAPPERS}
+    has_masters = bool(kept[MixedPrecisionState])
     weights = _masters(opt_state, leaves) if has_masters else params
-    if StochasticRoundingState in wrappers:
+    if kept[StochasticRoundingState]:
         weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
     with warnings.catch_warnings():
         # The run's masters will replace the ones made here from cast params.
         warnings.filterwarnings("ignore", "mixed_precision: param .* at `init`, which")
         template = to_tx.init(params)
-    if kept := wrappers.get(LossScaleState):
-        wrappers[LossScaleState] = _adapt_scale(kept, from_tx, template, params)
+    kept[LossScaleState] = _adapt_scales(
+        kept[LossScaleState], from_tx, template, params
+    )
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(to_device_tree(weights))
@@ -123,31 +122,33 @@ def convert_opt_state(
     inner = Leaves.of(_unwrap(template), caller=_CALLER, name=name)
     own = _unwrap(opt_state)
     values = inner.match_arrays(own, "the optimizer's part of `opt_state`")
-    filled = _fill(template, iter(values), wrappers)
+    average = _averages(kept[AverageState], weights, leaves)
+    filled = _fill(template, iter(values), kept, average)
     if has_masters:
         filled = _replace_masters(filled, weights, leaves)
-    if AverageState not in wrappers:
-        filled = map_states(partial(start_at, weights), filled, AverageState)
     # Arrays that were not changed are copied, so that all three can be donated.
     return copy_shared(filled, (opt_state, params))
 
 
-def _adapt_scale(state: Any, from_tx: Any, template: Any, params: Any) -> Any:
-    """Return the state of a loss scale, reset if its settings have changed.
+def _adapt_scales(kept: list[Any], from_tx: Any, template: Any, params: Any) -> Any:
+    """Return the states of loss scales, reset where their settings have changed.
 
-    Otherwise it might not be the new constant. New bounds hold from the next step on.
+    Otherwise one might not be the new constant. New bounds hold from the next step on.
     """
     names = "scale", "finite_count", "hysteresis_left"
 
-    def start(state: Any) -> list[Any]:
+    def starts(state: Any) -> list[Any]:
         states = find_states(state, LossScaleState)
-        return [getattr(x, name) for _, x in states[:1] for name in names]
+        return [[getattr(x, name) for name in names] for _, x in states]
 
     # As one program, which computes nothing else of that state.
-    old = TracedCall.of(lambda params: start(from_tx.init(params)), params).run()
-    new = start(template)
-    is_same = not new or all(map(jnp.array_equal, old, new))
-    return state if is_same else state._replace(**dict(zip(names, new, strict=True)))
+    old = TracedCall.of(lambda params: starts(from_tx.init(params)), params).run()
+    return [
+        state
+        if all(map(jnp.array_equal, was, now))
+        else state._replace(**dict(zip(names, now, strict=True)))
+        for state, was, now in zip(kept, old, starts(template), strict=False)
+    ]
 
 
 # State in host memory is brought to the device leaf by leaf and put back, so that the
@@ -173,13 +174,50 @@ def _unwrap(state: optax.OptState) -> PyTree:
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 
 
-def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) -> PyTree:
+def _averages(
+    states: list[Any], weights: PyTree, leaves: Leaves
+) -> Callable[[AverageState], AverageState]:
+    """Return what gives a new state its average: the outermost first, leaf by leaf.
+
+    Averages of one leaf are around each other, or in groups of a partition that share
+    no leaf. One that the run did not have starts at the weights.
+    """
+    kept: list[list[Any]] = [[] for _ in leaves.values]
+    for state in states:
+        found = leaves.match(state.average, "the average in `opt_state`")
+        for of_leaf, average in zip(kept, found, strict=True):
+            if not is_absent(average):
+                of_leaf.append((average, state.step_count))
+    starts = leaves.match(weights, "the masters")
+
+    def fill(state: AverageState) -> AverageState:
+        values, count = leaves.match(state.average, "the average"), state.step_count
+        for i, old in enumerate(values):
+            if not is_absent(old):
+                new = starts[i]
+                if kept[i]:
+                    new, count = kept[i].pop(0)
+                new = to_device_tree(new).astype(old.dtype)
+                values[i] = with_memory_of(new, old)
+        return state._replace(average=leaves.unflatten(values), step_count=count)
+
+    return fill
+
+
+def _fill(
+    template: PyTree,
+    values: Iterator[Any],
+    wrappers: dict[type, list[Any]],
+    average: Callable[[AverageState], AverageState],
+) -> PyTree:
     """Return the template with `values` for the leaves of the bare optimizer.
 
     Args:
         template: a state of the new form.
         values: the leaves of the bare optimizer's state, in order.
-        wrappers: the states of our wrappers in the old form, by their type.
+        wrappers: the states of our wrappers in the old form, by their type: the first
+            is for the first of the new form, and the last for all that are left.
+        average: returns a state of `with_average` with the average of the run.
     """
 
     def fill(node: Any) -> Any:
@@ -192,15 +230,18 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) ->
             if is_floating(value) and value.dtype != node.dtype:
                 value = to_device_tree(value).astype(node.dtype)
             return with_memory_of(value, node)
-        inner_state = _fill(node.inner_state, values, wrappers)
         kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
-        old = wrappers.get(kind, node)
-        if kind is not MixedPrecisionState:
+        states = wrappers[kind]
+        old = states.pop(0) if len(states) > 1 else next(iter(states), node)
+        if kind is AverageState:
+            node = average(node)
+        elif kind is not MixedPrecisionState:
             # Of the new type, which may say other settings.
-            node = type(node)(**old._asdict())
+            node = type(node)(**(old._asdict() | {"inner_state": node.inner_state}))
         elif None not in (old.last_exact, node.last_exact):
             last_exact = with_memory_of(old.last_exact, node.last_exact)
             node = node._replace(last_exact=last_exact)
+        inner_state = _fill(node.inner_state, values, wrappers, average)
         return node._replace(inner_state=inner_state)
 
     kinds = (*_WRAPPERS, Quantized)

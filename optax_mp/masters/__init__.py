@@ -9,6 +9,7 @@ read and change masters, wherever the state is nested. `_settings.py` raises if 
 state and params do not fit together.
 """
 
+from optax_mp.masters._average import AverageState
 from optax_mp.masters._storage import Storage
 
-__all__ = ["Storage"]
+__all__ = ["AverageState", "Storage"]

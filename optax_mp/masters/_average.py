@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._dtypes import at_least_float32
+from optax_mp._dtypes import at_least_float32, saturating_cast
 from optax_mp._jax._arrays import (
     has_tracers,
     is_on_host,
     is_traced,
     to_device_tree,
     with_explicit_memory_kind,
-    with_memory_of,
 )
 from optax_mp._jax._jaxpr import TracedCall
 from optax_mp._take_step import StepFn, apply_updates
@@ -265,18 +264,6 @@ def _copies(weights: Sequence[Any], params: Leaves) -> Any:
     return params.unflatten(map(copy, weights))
 
 
-def start_at(weights: optax.Params, state: AverageState) -> AverageState:
-    """Return a state with the weights as the average."""
-    leaves = Leaves.of(weights, caller=_CALLER)
-    average = jax.tree.map(
-        lambda old, new: old if is_absent(old) else with_memory_of(new, old),
-        state.average,
-        _copies(leaves.values, leaves),
-        is_leaf=is_absent,
-    )
-    return state._replace(average=average)
-
-
 def _was_taken(before: Any, after: Any) -> Choice:
     """Return whether wrappers inside took a step, as their states say."""
     taken: Choice = True
@@ -375,5 +362,6 @@ def average_params(
         for i, x in enumerate(leaves.match(state.average, "the average")):
             if not is_absent(x):
                 x = to_device_tree(x)
-                values[i] = x.astype(leaves.values[i].dtype) if in_param_dtypes else x
+                dtype = leaves.values[i].dtype
+                values[i] = saturating_cast(x, dtype) if in_param_dtypes else x
     return copy_shared(leaves.unflatten(values), (opt_state, params))

@@ -41,6 +41,18 @@ def common_scale(opt_states: list[Any]) -> jax.Array | None:
     return scales[0][0]
 
 
+def check_skips(skipping: list[bool]) -> bool:
+    """Return whether optimizers skip steps that are not finite; raise if only some."""
+    if any(skipping) and not all(skipping):
+        raise ValueError(
+            f"{CALLER}: expected each optimizer of `tx` to skip steps that are not "
+            f"finite, or none, because a step is skipped by all layers, got "
+            f"{sum(skipping)} of {len(skipping)} that do; put `optax.apply_if_finite` "
+            "around each."
+        )
+    return any(skipping)
+
+
 def _check_layers(layers: Any, is_scaled: bool) -> None:
     """Raise unless all arrays have the same leading axis."""
     leaves = tree_leaves_with_path(layers)

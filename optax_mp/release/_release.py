@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._jax._jaxpr import TracedCall, evaluate
-from optax_mp.release._checks import check_scans, check_stack, check_steps, common_scale
+from optax_mp.release._checks import (
+    check_scans,
+    check_skips,
+    check_stack,
+    check_steps,
+    common_scale,
+)
 from optax_mp.release._layers import is_released, measure, release, times
 from optax_mp.scaling._gradients import check_function, gradients_of
 from optax_mp.scaling._rule import check_number
@@ -116,7 +122,8 @@ def release_gradients(
         stacks = list(zip(txs, *trees, strict=True))
         scale = common_scale(trees[0])
         facts = {"is_scaled": scale is not None, "by_layer": by_layer}
-        skips, factor = any([check_stack(x, **facts) for x in stacks]), None
+        skips = check_skips([check_stack(x, **facts) for x in stacks])
+        factor = None
 
         def gradients(released: Any) -> Any:
             value, (stepped, grads) = differentiate(scale, (released, *args), kwargs)

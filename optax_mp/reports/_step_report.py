@@ -10,6 +10,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._table import Report, Table, grouped
 from optax_mp._take_step import bind_step
+from optax_mp.trees._boxes import plain, plain_trees
 from optax_mp.trees._descriptions import named_sharding
 from optax_mp.trees._tree import is_array, spell
 
@@ -108,8 +109,8 @@ def step_report(
     Args:
         tx: any optax optimizer or chain.
         grads: the gradients, or descriptions of them.
-        opt_state: its state.
-        params: the params.
+        opt_state: its state. Or its `nnx.Optimizer`.
+        params: the params. Or their `nnx.Module`.
         param_shardings: how the params are sharded under `jit`.
         extra_args: for `tx.update`.
 
@@ -143,6 +144,8 @@ def step_report(
     """
     from optax_mp.engine import explain_step
 
+    grads = plain(grads)
+    opt_state, params = plain_trees(opt_state, params)
     placed = list(map(named_sharding, jax.tree.leaves((opt_state, params))))
 
     def bind(grads: Any, opt_state: Any, params: Any) -> tuple[Any, ...]:

@@ -58,9 +58,9 @@ def dynamic_loss_scale(
     `growth_interval` finite steps in a row the scale grows.
 
     Pass the unscaled loss, as `tx.update(grads, state, params, value=loss)`: if it is
-    not finite, the model or its data is to blame, and the step is skipped without a
-    change of the scale. Without it, as with torch's `GradScaler`, one bad batch in
-    twenty lowers the scale to `min_scale`, where small gradients are lost.
+    not finite either, the model or its data is to blame, and the skipped step does not
+    lower the scale. Without it, as with torch's `GradScaler`, one bad batch in twenty
+    lowers the scale to `min_scale`, where small gradients are lost.
 
     Without `inner` this is a link for `optax.chain`, which is weaker: in a skipped step
     it can only hand on zeros. A `mixed_precision` after it recognises them (they are
@@ -256,7 +256,9 @@ def _evidence(bad_index: jax.Array, extra_args: Any, caller: str) -> _Evidence:
             f"`dropped_count` is not given, so the scale grows all the same; {call}"
         )
     value = extra_args.get("value")
-    is_finite = None if value is None else all_finite(value).astype(jnp.int32)
+    is_finite = None
+    if value is not None:  # of any kind: `float(loss)` is no array
+        is_finite = all_finite(jnp.asarray(value)).astype(jnp.int32)
     return bad_index, None, is_finite
 
 

@@ -125,52 +125,38 @@ def test_a_scale_and_its_counters_go_over():
     assert found.inner_state.master_params["w"].dtype == jnp.int8
 
 
-def test_wrappers_inside_others_are_found():
-    def tx(inner):
-        return optax.chain(
-            optax.clip(1.0),
-            optax.partition(
-                {"a": optax_mp.mixed_precision(inner), "b": optax.sgd(0.1)},
-                {"w": "a", "b": "b"},
-            ),
-        )
+def test_groups_keep_whether_their_updates_were_rounded():
+    """Else the next step takes the roundings of a 16-bit update for edits."""
+    label = functools.partial(optax.partition, param_labels={"w": "a", "b": "b"})
 
-    params = {"w": jnp.ones((32, 32), jnp.bfloat16), "b": jnp.ones(3)}
-    state = tx(adamw).init(params)
+    def tx(inner):
+        wrapped = {"a": masters(inner), "b": masters(optax.sgd(0.1))}
+        return optax.chain(optax.clip(1.0), label(wrapped))
+
+    params = {"w": jnp.ones((32, 32), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+    grads = {"w": jnp.ones((32, 32)), "b": params["b"]}
+    _, state = tx(adamw).update(grads, tx(adamw).init(params), params)
     found = optax_mp.convert_opt_state(state, params, tx(adamw), tx(low_bit))
     assert avals(found) == avals(tx(low_bit).init(params))
+    groups = found[1].inner_states
+    flags = [groups[name].inner_state.last_exact for name in "ab"]
+    assert list(map(bool, flags)) == [True, False]
 
 
-def test_a_state_of_something_else_is_an_error():
+def test_what_does_not_fit_is_an_error():
     tx, params, state = start_of("split 16")
-    for other, message in [
-        ("full copy", r"masters in FullCopy\(\), .*, got masters in Split\(bits=16\)"),
-        ("float32", r"no masters, as `from_tx` .*, got masters in Split\(bits=16\)"),
-    ]:
-        with pytest.raises(ValueError, match="convert_opt_state: .*" + message):
-            optax_mp.convert_opt_state(state, params, FORMS[other](), tx)
-    scaled = optax_mp.static_loss_scale(tx)
-    message = "convert_opt_state: `opt_state` and a state of `from_tx` must have the"
-    with pytest.raises(ValueError, match=message):
-        optax_mp.convert_opt_state(state, params, scaled, tx)
-    message = r"`opt_state` at .*'w'\] to be int16\[3,32\], .*, got int16\[32,32\]"
-    with pytest.raises(ValueError, match=message):
-        optax_mp.convert_opt_state(state, params | {"w": params["w"][:3]}, tx, tx)
-
-
-def test_something_else_in_the_place_of_a_transformation_is_refused():
-    tx, params, state = start_of("split 16")
-    with pytest.raises(TypeError, match="convert_opt_state: .* `to_tx` .*, got a dict"):
-        optax_mp.convert_opt_state(state, params, tx, params)
-
-
-def test_another_optimizer_inside_is_an_error():
-    tx, params, state = start_of("split 16")
-    message = (
-        "convert_opt_state: the optimizer's part of `opt_state` and that of `to_tx`"
-    )
-    with pytest.raises(ValueError, match=message):
-        optax_mp.convert_opt_state(state, params, tx, masters(optax.sgd(0.1)))
+    short = params | {"w": params["w"][:3]}
+    for given, from_tx, to_tx, message in (
+        (params, FORMS["full copy"](), tx, r"FullCopy\(\), .*, got masters in Split\("),
+        (params, adamw, tx, r"no masters, as `from_tx` .*, got masters in Split\("),
+        (params, optax_mp.static_loss_scale(tx), tx, "a state of `from_tx` must have"),
+        (short, tx, tx, r"at .*'w'\] to be int16\[3,32\], .*, got int16\[32,32\]"),
+        (params, tx, masters(optax.sgd(0.1)), "`opt_state` and that of `to_tx`"),
+        (params, tx, params, "`to_tx` .*, got a dict"),
+    ):
+        error = TypeError if to_tx is params else ValueError
+        with pytest.raises(error, match="convert_opt_state: .*" + message):
+            optax_mp.convert_opt_state(state, given, from_tx, to_tx)
 
 
 def test_moments_of_rounded_params_stay_float32():

@@ -320,6 +320,46 @@ def test_reports_checkpoints_and_conversions_know_it():
     assert as_bits(dropped) == as_bits(state)
 
 
+@needs_memories
+def test_a_conversion_gives_each_param_its_own_average(monkeypatch):
+    monkeypatch.setattr(_average, "_PLAN", Plan(min_size=64, chunk_bytes=256))
+    split = functools.partial(optax.partition, param_labels={"w": "x", "b": "y"})
+    fast, slow = (functools.partial(averaged, every=x) for x in (1, 2))
+    forms = {
+        "nested": slow(fast(MASTERS)),
+        "groups": split({"x": slow(MASTERS), "y": fast(MASTERS)}),
+        "hosted": hosted(MASTERS),
+        "around groups": slow(split({"x": MASTERS, "y": MASTERS})),
+    }
+    params, grads = ({k: of[k] for k in "wb"} for of in (params_of(), gradients(3)))
+    runs = {k: train(tx, params, grads)[:2] for k, tx in forms.items()}
+    for old, new in ("nested", "nested"), ("groups", "groups"), ("hosted", "nested"):
+        params, state = runs[old]
+        found = optax_mp.convert_opt_state(state, params, forms[old], forms[new])
+        averages = optax_mp.average_params(state, params)
+        assert as_bits(optax_mp.average_params(found, params)) == as_bits(averages)
+        if old == new:
+            assert as_bits(found) == as_bits(state)
+        else:  # one that the run did not have
+            masters = optax_mp.master_params(state, params)
+            assert as_bits(found.inner_state.average) == as_bits(masters)
+            assert kinds(found) == {"Device"}
+            back = optax_mp.convert_opt_state(found, params, forms[new], forms[old])
+            assert kinds(back.average) == {"Host", "Device"}
+    args = *runs["groups"][::-1], forms["groups"], forms["around groups"]
+    whole = optax_mp.convert_opt_state(*args)
+    back = optax_mp.convert_opt_state(whole, args[1], *args[:1:-1])
+    assert as_bits(back) == as_bits(optax_mp.convert_opt_state(*args[:3], args[2]))
+
+
+def test_a_cast_average_stays_finite():
+    tx = averaged(optax_mp.mixed_precision(SGD, param_dtype=jnp.float16))
+    state = tx.init({"w": jnp.full(2, -1e5)})
+    params = {"w": jnp.zeros(2, jnp.float16)}
+    found = optax_mp.average_params(state, params, in_param_dtypes=True)
+    assert found["w"].tolist() == [-65504, -65504]
+
+
 def test_wrong_arguments_and_averages_in_16_bits_are_said():
     params = {"w": jnp.ones(2, jnp.bfloat16)}
     for decay, error in ((1.0, ValueError), ("0.9", TypeError)):

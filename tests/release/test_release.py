@@ -748,12 +748,16 @@ def test_optimizers_for_other_trees_are_refused():
             optax_mp.release_gradients(loss, nothing)
     with pytest.raises(ValueError, match="`max_norm` to be a positive number, got 0"):
         optax_mp.release_gradients(loss, sgd, max_norm=0)
-    tx = optax_mp.static_loss_scale(sgd)
-    txs, layers = {"encoder": tx, "decoder": sgd}, layers_of()
-    step = optax_mp.release_gradients(two_stacks, txs)
-    states = {"encoder": jax.vmap(tx.init)(layers), "decoder": state}
-    with pytest.raises(ValueError, match="a loss has one scale, got 1 in 2 optim"):
-        step(states, {"encoder": layers, "decoder": layers}, rest_of(), batches()[0])
+    layers = layers_of()
+    for tx, words in (
+        (optax_mp.static_loss_scale(sgd), "a loss has one scale, got 1 in 2 optim"),
+        (optax.apply_if_finite(sgd, 5), "skip steps .* or none, .* got 1 of 2 that do"),
+    ):
+        step = optax_mp.release_gradients(two_stacks, {"encoder": tx, "decoder": sgd})
+        states = {"encoder": jax.vmap(tx.init)(layers), "decoder": state}
+        both = {"encoder": layers, "decoder": layers}
+        with pytest.raises(ValueError, match=words):
+            step(states, both, rest_of(), batches()[0])
 
 
 def test_float16_warns_that_there_is_no_loss_scale():
