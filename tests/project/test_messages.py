@@ -28,13 +28,6 @@ def test_every_folder_and_file_with_a_heading_is_there():
     assert set(messages.HEADINGS) <= found
 
 
-def test_the_site_makes_the_page():
-    conf = (PATH.parent / "conf.py").read_text(encoding="utf-8")
-    assert "    _write_messages()\n" in conf
-    ignored = (PATH.parents[1] / ".gitignore").read_text(encoding="utf-8")
-    assert "docs/messages.md\n" in ignored
-
-
 def test_a_message_that_is_raised_is_on_the_page():
     with pytest.raises(ValueError) as raised:
         optax_mp.Split(bits=3)

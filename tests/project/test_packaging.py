@@ -163,15 +163,6 @@ def test_actions_are_pinned_by_their_commit():
             assert re.fullmatch(pinned, used), (path.name, used)
 
 
-def test_the_site_is_built_as_by_ci():
-    (command,) = re.findall(
-        r"sphinx-build (.+ docs) ", (ROOT / ".ci/run").read_text(encoding="utf-8")
-    )
-    assert f"sphinx-build {command} $" in (ROOT / ".readthedocs.yaml").read_text(
-        encoding="utf-8"
-    )
-
-
 def test_hooks_use_the_ruff_of_the_project():
     (ruff,) = [x for x in PROJECT["dependency-groups"]["lint"] if "ruff" in x]
     hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")

@@ -88,11 +88,12 @@ def test_one_bad_batch_in_twenty_lowers_torchs_scale_to_its_floor_but_not_with_v
 
 
 def test_a_loss_may_be_a_number_of_python():
-    tx, params = optax_mp.dynamic_loss_scale(optax.sgd(0.1)), {"w": jnp.ones(2)}
-    for value, scale in ((float("nan"), 2.0**16), (1.0, 2.0**15)):
-        bad = {"w": jnp.full(2, jnp.nan)}
-        state = tx.update(bad, tx.init(params), params, value=value)[1]
-        assert state.scale == scale
+    tx, params = (
+        optax_mp.dynamic_loss_scale(optax.sgd(0.1)),
+        {"w": jnp.full(2, jnp.nan)},
+    )
+    _, state = tx.update(params, tx.init(params), params, value=float("nan"))
+    assert state.scale == 2.0**16
 
 
 def test_an_overflow_at_a_floor_of_one_may_be_the_model():
