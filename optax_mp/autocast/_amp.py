@@ -61,7 +61,8 @@ def amp(
               compute dtype, also in the backward pass, and float32 results. The
               gradient of a float32 weight is never rounded, and `jit` sums it over
               devices in float32. Other rules win over this one, around its scope or
-              inside it.
+              inside it. There is no forward mode (`jax.jvp`, `jax.hessian`), and in
+              the derivative of a `jax.custom_jvp` such a product runs as `"low"`.
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
             (new_invars, new_bind_params)`. It gets the dtypes as written, the inputs,

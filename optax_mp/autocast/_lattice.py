@@ -6,6 +6,7 @@ written; `Argument`, also full, which may be a bias; or `Weak`, a literal or the
 repetition of one, which follows the values that it is combined with.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -99,7 +100,10 @@ def literal_precision(atom: Any) -> Precision:
     """Return the precision of a literal."""
     if not takes_part(atom):
         return None
-    return Weak(float(atom.val)) if np.ndim(atom.val) == 0 else FULL
+    if np.ndim(atom.val):
+        return FULL
+    value = float(atom.val)
+    return Weak(None if math.isnan(value) else value)  # NaN would equal no other plan's
 
 
 def as_computed(precisions: Iterable[Precision]) -> Precisions:

@@ -1,7 +1,7 @@
 """convert_opt_state: a run's state for another form of the same optimizer."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -122,8 +122,7 @@ def convert_opt_state(
     inner = Leaves.of(_unwrap(template), caller=_CALLER, name=name)
     own = _unwrap(opt_state)
     values = inner.match_arrays(own, "the optimizer's part of `opt_state`")
-    average = _averages(kept[AverageState], weights, leaves)
-    filled = _fill(template, iter(values), kept, average)
+    filled = _fill(template, iter(values), _Wrappers(kept, weights, leaves))
     if has_masters:
         filled = _replace_masters(filled, weights, leaves)
     # Arrays that were not changed are copied, so that all three can be donated.
@@ -174,50 +173,78 @@ def _unwrap(state: optax.OptState) -> PyTree:
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 
 
-def _averages(
-    states: list[Any], weights: PyTree, leaves: Leaves
-) -> Callable[[AverageState], AverageState]:
-    """Return what gives a new state its average: the outermost first, leaf by leaf.
+class _Wrappers:
+    """What wrappers of the old form know, for those of the new form, outermost first.
 
-    Averages of one leaf are around each other, or in groups of a partition that share
-    no leaf. One that the run did not have starts at the weights.
+    Several of a kind are around each other, or in groups of a partition, which share no
+    param. So averages and flags go over param by param, and all else in its order.
     """
-    kept: list[list[Any]] = [[] for _ in leaves.values]
-    for state in states:
-        found = leaves.match(state.average, "the average in `opt_state`")
-        for of_leaf, average in zip(kept, found, strict=True):
-            if not is_absent(average):
-                of_leaf.append((average, state.step_count))
-    starts = leaves.match(weights, "the masters")
 
-    def fill(state: AverageState) -> AverageState:
-        values, count = leaves.match(state.average, "the average"), state.step_count
-        for i, old in enumerate(values):
-            if not is_absent(old):
-                new = starts[i]
-                if kept[i]:
-                    new, count = kept[i].pop(0)
-                new = to_device_tree(new).astype(old.dtype)
-                values[i] = with_memory_of(new, old)
-        return state._replace(average=leaves.unflatten(values), step_count=count)
+    def __init__(
+        self, kept: dict[type, list[Any]], weights: PyTree, leaves: Leaves
+    ) -> None:
+        self._kept, self._leaves = kept, leaves
+        self._starts = Leaves.of(weights, caller=_CALLER).values
+        self._averages: list[list[Any]] = [[] for _ in leaves.values]
+        self._exact: list[list[Any]] = [[] for _ in leaves.values]
+        for state in kept[AverageState]:
+            average = leaves.match(state.average, "the average in `opt_state`")
+            for i, x in _present(average):
+                self._averages[i].append((x, state.step_count))
+        for state in kept[MixedPrecisionState]:
+            # `Split` rounds some params otherwise than a cast, which is no edit.
+            exact = False if state.last_exact is None else state.last_exact
+            stored = leaves.match_subtrees(state.master_params, "the masters")
+            for i, _ in _present(stored):
+                self._exact[i].append(exact)
 
-    return fill
+    def fields_for(self, node: Any) -> Any:
+        """Return a state of the new form with the fields of the run."""
+        if isinstance(node, AverageState):
+            return self._with_average(node)
+        if isinstance(node, MixedPrecisionState):
+            return self._with_flag(node)
+        for kind, states in self._kept.items():
+            if isinstance(node, kind) and states:
+                # Of the new type, which may say other settings.
+                fields = states.pop(0)._asdict() | {"inner_state": node.inner_state}
+                return type(node)(**fields)
+        return node
+
+    def _with_average(self, state: AverageState) -> AverageState:
+        """Return a state with the average of the run, or that starts at the weights."""
+        values, count = [], state.step_count
+        for i, old in _present(self._leaves.match(state.average, "the average")):
+            new = self._starts[i]
+            if self._averages[i]:
+                new, count = self._averages[i].pop(0)
+            values.append(with_memory_of(to_device_tree(new).astype(old.dtype), old))
+        # Of its own structure: one `MaskedNode` may stand for a branch of params.
+        average = jax.tree.unflatten(jax.tree.structure(state.average), values)
+        return state._replace(average=average, step_count=count)
+
+    def _with_flag(self, state: MixedPrecisionState) -> MixedPrecisionState:
+        """Return a state that knows whether each param is its rounded master."""
+        stored = self._leaves.match_subtrees(state.master_params, "the masters")
+        flags = [flag for i, _ in _present(stored) for flag in self._exact[i]]
+        if state.last_exact is None or not flags:
+            return state
+        last_exact = jnp.array(to_device_tree(flags)).all()
+        return state._replace(last_exact=with_memory_of(last_exact, state.last_exact))
 
 
-def _fill(
-    template: PyTree,
-    values: Iterator[Any],
-    wrappers: dict[type, list[Any]],
-    average: Callable[[AverageState], AverageState],
-) -> PyTree:
+def _present(values: list[Any]) -> list[tuple[int, Any]]:
+    """Return what is there for each param that has it."""
+    return [(i, x) for i, x in enumerate(values) if not is_absent(x)]
+
+
+def _fill(template: PyTree, values: Iterator[Any], wrappers: _Wrappers) -> PyTree:
     """Return the template with `values` for the leaves of the bare optimizer.
 
     Args:
         template: a state of the new form.
         values: the leaves of the bare optimizer's state, in order.
-        wrappers: the states of our wrappers in the old form, by their type: the first
-            is for the first of the new form, and the last for all that are left.
-        average: returns a state of `with_average` with the average of the run.
+        wrappers: what fills the fields of our wrappers.
     """
 
     def fill(node: Any) -> Any:
@@ -230,19 +257,8 @@ def _fill(
             if is_floating(value) and value.dtype != node.dtype:
                 value = to_device_tree(value).astype(node.dtype)
             return with_memory_of(value, node)
-        kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
-        states = wrappers[kind]
-        old = states.pop(0) if len(states) > 1 else next(iter(states), node)
-        if kind is AverageState:
-            node = average(node)
-        elif kind is not MixedPrecisionState:
-            # Of the new type, which may say other settings.
-            node = type(node)(**(old._asdict() | {"inner_state": node.inner_state}))
-        elif None not in (old.last_exact, node.last_exact):
-            last_exact = with_memory_of(old.last_exact, node.last_exact)
-            node = node._replace(last_exact=last_exact)
-        inner_state = _fill(node.inner_state, values, wrappers, average)
-        return node._replace(inner_state=inner_state)
+        node = wrappers.fields_for(node)
+        return node._replace(inner_state=_fill(node.inner_state, values, wrappers))
 
     kinds = (*_WRAPPERS, Quantized)
     return jax.tree.map(fill, template, is_leaf=lambda node: isinstance(node, kinds))

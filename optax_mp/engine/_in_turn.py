@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optax_mp._jax._contact import varying_axes
 from optax_mp._jax._control_flow import STEP
 from optax_mp._jax._experimental import bind_outlined, is_outlined, outlined_here
 from optax_mp._jax._jaxpr import Equation, bind, is_shaped, locations
@@ -80,6 +81,8 @@ def _compute(targets: Sequence[Value], values: dict[Value, Any], done: Any) -> N
         x: wait_for(done, values[x])
         for x in reads_of([node for node in nodes if node not in outlined])
         if done is not None and x in values and _is_large(x, jnp.floating)
+        # In `shard_map` it would differ over devices if what it waits for does.
+        and varying_axes(done) <= varying_axes(values[x])
     }
     waiting = ChainMap(late, values)
     with locations() as located:

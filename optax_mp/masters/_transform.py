@@ -307,22 +307,24 @@ class Step:
         return masters
 
     @property
-    def _is_exact(self) -> bool:
+    def _are_exact(self) -> list[bool | None]:
         """Whether params are exactly their rounded masters after the update.
 
         If so, a param with another value was edited. A float32 sum of params of 16 or 8
         bits is exact, and so is a float64 sum of float32 params. The exception is a
         weight that a step shrinks to less than 2^-15 (float16: 2^-12) of its value.
         Such a param also becomes its master, which moves it by at most 2^-23 of the old
-        weight.
+        weight. A param without a gradient, None here, is as exact as it was: it only
+        decays, which is too little to miss.
         """
-        params, grads = self.arguments.params.values, self.arguments.grads
-        return all(
+        pairs = zip(self.arguments.params.values, self.arguments.grads, strict=True)
+        return [
             bits(self._update_dtype(i)) >= max(32, bits(param.dtype) + 1)
-            for i, param in enumerate(params)
-            # Leaves without a gradient only decay, which is too little to miss.
-            if is_floating(grads[i]) and not isinstance(self.stored[i], ABSENT)
-        )
+            if is_floating(grad)
+            else None
+            for i, (param, grad) in enumerate(pairs)
+            if not isinstance(self.stored[i], ABSENT)
+        ]
 
     def _update_dtype(self, i: int) -> jnp.dtype:
         """Return the dtype of the update of a leaf."""
@@ -357,7 +359,10 @@ class Step:
         )
         if last_exact is not None:
             # Of the old one, whose type may vary over the ranks of a mesh.
-            last_exact = last_exact | True if self._is_exact else last_exact & False
+            if False in (exact := self._are_exact):
+                last_exact = last_exact & False
+            elif None not in exact:
+                last_exact = last_exact | True
         new_state = type(state)(params.unflatten(stored), inner_state, last_exact)
         return params.unflatten(updates), new_state
 

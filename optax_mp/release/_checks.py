@@ -128,7 +128,15 @@ def check_stack(stack: Any, *, is_scaled: bool, by_layer: bool) -> bool:
     update, (_, after) = made
     before = jax.eval_shape(lambda: layer_at(opt_state, 0))
     _check_state(before, after, "what `tx.update` returns")
-    skips = bool(find_states(wanted, (LossScaleState, optax.ApplyIfFiniteState)))
+    skipping = LossScaleState, optax.ApplyIfFiniteState
+    groups = find_states(wanted, optax.MaskedState)
+    if any(find_states(group, skipping) for _, group in groups):
+        raise ValueError(
+            f"{CALLER}: expected `tx` to skip steps of all params or of none, got a "
+            "loss scale or `optax.apply_if_finite` around a part of them; put it "
+            "around `optax.partition`."
+        )
+    skips = bool(find_states(wanted, skipping))
     if not by_layer:
         # Whether gradients are finite is known of all layers before the first step.
         _check_leafwise(init, update, layers, {"is_finite"} if skips else ())

@@ -160,7 +160,7 @@ def release(stack: Any, factor: Any, *, measures: bool = False) -> ReleasedLayer
     """
     tx, opt_state, layers, shardings = stack
     if measures:
-        opt_state = jnp.zeros((len(jax.tree.leaves(layers)[0]), 2))
+        opt_state = jnp.zeros((len(jax.tree.leaves(layers)[0]), 2), jnp.float32)
     if shardings is not None:  # of one layer
         spread = spread_shardings(layers, shardings, "release_gradients")
         shardings = jax.tree.structure(layers).unflatten(

@@ -134,7 +134,9 @@ def release_gradients(
             unscale = None if scale is None else 1 / scale
             norm, is_bad = _measure(gradients, treedef, stacks, unscale)
             # As `optax.clip_by_global_norm`, with its results for infinity and NaN.
-            factor = 1.0 if max_norm is None else jnp.minimum(1.0, max_norm / norm)
+            factor = jnp.float32(1.0)
+            if max_norm is not None:
+                factor = jnp.minimum(factor, max_norm / norm)
             # A step is skipped by all layers or by none: where one has a NaN, all get
             # one, and the caller's step of `rest` as well.
             factor = jnp.where(skips & is_bad, jnp.nan, factor)

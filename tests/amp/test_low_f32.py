@@ -79,6 +79,14 @@ def test_it_is_for_products_of_a_scope_and_says_so_in_a_report():
         amp(fun, RULES | {"tanh": "low_f32"})
 
 
+def test_another_rule_of_products_holds_in_a_derivative():
+    fun = jax.custom_jvp(lambda w: jnp.tanh(X) @ w)
+    fun.defjvps(lambda tangent, _, w: jnp.tanh(X) @ tangent)
+    low = amp(fun, RULES | {"dot_general": "f32", "tanh": "low"})
+    found = dtypes_of_products(jax.grad(lambda w: low(w).sum()), W)
+    assert {dtype for dtypes in found for dtype in dtypes} == {"float32"}
+
+
 def test_it_can_be_differentiated_twice_and_inside_rules():
     @jax.custom_jvp
     def square(w):

@@ -141,6 +141,10 @@ def test_groups_keep_whether_their_updates_were_rounded():
     groups = found[1].inner_states
     flags = [groups[name].inner_state.last_exact for name in "ab"]
     assert list(map(bool, flags)) == [True, False]
+    groups = label({"a": adamw, "b": optax.sgd(0.1)})
+    merged = optax.chain(optax.clip(1.0), masters(groups))
+    found = optax_mp.convert_opt_state(state, params, tx(adamw), merged)
+    assert not found[1].last_exact
 
 
 def test_what_does_not_fit_is_an_error():

@@ -167,6 +167,19 @@ def test_codes_of_which_a_number_is_made_come_first():
     assert as_bits(jax.jit(run)(*leaves)) == as_bits(jax.jit(step)(*leaves))
 
 
+@pytest.mark.filterwarnings("error:optax_mp. a low-bit step")
+def test_a_leaf_that_is_equal_on_all_ranks_stays_so():
+    spec = dict(zip("ab", map(jax.sharding.PartitionSpec, ("i", None)), strict=True))
+    tx = optax_mp.low_bit_state(optax.adam(0.1))
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    def step(x):
+        return optax_mp.take_step(tx, x, tx.init(x), x)[0]
+
+    jax.jit(step).lower({"a": jnp.ones((1024, 256)), "b": jnp.ones((512, 256))})
+
+
 def test_several_devices_wait_for_nothing(monkeypatch):
     """They would have to send each other an element of each leaf."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

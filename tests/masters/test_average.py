@@ -331,7 +331,10 @@ def test_a_conversion_gives_each_param_its_own_average(monkeypatch):
         "hosted": hosted(fast(MASTERS)),
         "around groups": slow(split({"x": MASTERS, "y": MASTERS})),
     }
-    params, grads = ({k: of[k] for k in "wb"} for of in (params_of(), gradients(3)))
+    # One label stands for a branch.
+    params, grads = (
+        {"w": of["w"], "b": {"c": of["b"]}} for of in (params_of(), gradients(3))
+    )
     runs = {k: train(tx, params, grads)[:2] for k, tx in forms.items()}
     olds = {"groups": "groups", "around groups": "groups", "nested": "hosted"}
     for new, old in olds.items():

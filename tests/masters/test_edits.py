@@ -199,6 +199,18 @@ def test_frozen_leaves_without_gradients_hide_no_edit():
         assert as_bits(params) == as_bits(edited)
 
 
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
+def test_a_rounded_leaf_stays_rounded_without_a_gradient():
+    tx = optax_mp.mixed_precision(optax.sgd(0.1))
+    params = {"a": weights("bfloat16")["w"], "b": weights("bfloat16")["w"]}
+    state, low = tx.init(params), jnp.full_like(params["a"], 0.01)
+    zero = jnp.zeros(low.shape)
+    for grads in {"a": low, "b": low}, {"a": zero, "b": None}, {"a": zero, "b": zero}:
+        updates, new = tx.update(grads, state, params)
+        params, state, old = optax.apply_updates(params, updates), new, state
+    assert as_bits(state.master_params["b"]) == as_bits(old.master_params["b"])
+
+
 def test_follow_params_is_found_in_any_nesting_and_shares_no_buffer():
     params = weights("bfloat16")
     masters = optax_mp.mixed_precision(optax.adam(0.1))

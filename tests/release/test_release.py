@@ -434,6 +434,15 @@ def test_an_overflow_in_one_layer_skips_the_step_of_all(name):
     assert np.unique(np.concatenate(scales)).size == 1
 
 
+def test_two_passes_take_float32_under_x64(x64):
+    tx = optax.apply_if_finite(optax.sgd(0.1), 5)
+    params = layers_of(), rest_of(), batches()[0]
+    layers, *args = optax_mp.cast_floating(params, "float32")
+    step = optax_mp.release_gradients(loss, tx, max_norm=1.0)
+    found = jax.eval_shape(step, jax.vmap(tx.init)(layers), layers, *args)
+    assert {x.dtype.name for x in jax.tree.leaves(found[:3])} == {"float32"}
+
+
 # Low precision
 
 
@@ -599,6 +608,9 @@ REFUSED = {
     "in clip_by_global_norm .*; clip by the global norm with .*max_norm": CLIPPED,
     "in clip_by_global_norm": optax.apply_if_finite(CLIPPED, 3),
     "several params.* in clip_by_global_norm": optax_mp.dynamic_loss_scale(CLIPPED),
+    "steps of all params or of none": optax.masked(
+        SKIPPING["apply_if_finite"](CLIP), {"kernel": True, "bias": False}
+    ),
     "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
     "take out what adds .* `optax.monitor`": optax.chain(
         optax.monitor({"norm": optax.tree.norm}), optax.adam(0.1)
