@@ -108,10 +108,8 @@ def test_the_error_does_not_grow_with_the_devices():
         )
         return jax.jit(jax.vmap(each, axis_name="data"))(stacked)
 
-    in_bfloat16 = functools.reduce(np.add, np.asarray(stacked))
     assert error(ours(True).reshape(-1)) < 1e-7
     assert error(ours(False)[0]) < 2.0**-8
-    assert error(in_bfloat16) > 0.01
 
 
 def bytes_of(compiled):

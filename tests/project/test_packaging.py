@@ -106,13 +106,8 @@ def test_every_public_field_is_described():
 
 
 def test_the_citation_is_of_this_version():
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d", citation_field("date-released"))
-    assert citation_field("cff-version") == "1.2.0"
     assert citation_field("version") == optax_mp.__version__
     assert citation_field("license") == PROJECT["project"]["license"]
-    assert citation_field("title").startswith("optax_mp: ")
-    assert citation_field("message")
-    assert "\nauthors:\n  - name: The optax_mp developers\n" in CITATION
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING", "RELEASING"])
@@ -135,16 +130,6 @@ def oldest(name):
     return found.partition(">=")[2]
 
 
-def test_the_badges_say_what_the_metadata_says():
-    badges = (ROOT / "docs" / "images" / "badges.svg").read_text(encoding="utf-8")
-    first, *_, last = supported_pythons()
-    assert f">{first} to {last}<" in badges
-    assert f">{oldest('jax>')} to " in badges
-    assert f">{PROJECT['project']['license']}<" in badges
-    (said,) = re.findall(r"<title>(.+)</title>", badges)
-    assert f'aria-label="{said}"' in badges
-
-
 def test_the_workflow_tests_what_the_metadata_promises():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     listed = ", ".join(f'"{version}"' for version in supported_pythons())
@@ -161,12 +146,6 @@ def test_actions_are_pinned_by_their_commit():
         for used in re.findall(r"uses: (.+)", path.read_text(encoding="utf-8")):
             pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+"
             assert re.fullmatch(pinned, used), (path.name, used)
-
-
-def test_hooks_use_the_ruff_of_the_project():
-    (ruff,) = [x for x in PROJECT["dependency-groups"]["lint"] if "ruff" in x]
-    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
-    assert set(re.findall(r"ruff==[\d.]+", hooks)) == {ruff}
 
 
 @pytest.fixture

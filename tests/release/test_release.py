@@ -683,10 +683,7 @@ def changed_in_one_place(layers, rest, x):
 @pytest.mark.parametrize(
     ("fun", "match"),
     [
-        (
-            stopped,
-            "that does not depend on the layers .* remove `jax.lax.stop_gradient`",
-        ),
+        (stopped, "does not depend on the layers .* remove `jax.lax.stop_grad"),
         (twice, "scans them 2 times; .* pass tied layers to one scan as"),
         (never, "scans them 0 times"),
         (stopped_before, "reads or changes them outside"),
