@@ -19,8 +19,8 @@ from optax_mp.masters._access import (
     map_masters,
     read_arguments,
 )
-from optax_mp.masters._average import AverageState
-from optax_mp.masters._storage import MixedPrecisionState, storage_of
+from optax_mp.masters._storage import AverageState, MixedPrecisionState, storage_of
+from optax_mp.masters._transform import follow_edits
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._quantized import Quantized
@@ -192,10 +192,14 @@ class _Wrappers:
             for i, x in _present(average):
                 self._averages[i].append((x, state.step_count))
         for state in kept[MixedPrecisionState]:
-            # `Split` rounds some params otherwise than a cast, which is no edit.
-            exact = False if state.last_exact is None else state.last_exact
             stored = leaves.match_subtrees(state.master_params, "the masters")
             for i, _ in _present(stored):
+                exact = state.last_exact
+                if exact is None:
+                    # `Split` rounds ties otherwise than a cast, which is no edit.
+                    master = to_device_tree(self._starts[i])
+                    followed = follow_edits(master, jnp.asarray(leaves.values[i]))
+                    exact = jnp.array_equal(followed, master, equal_nan=True)
                 self._exact[i].append(exact)
 
     def fields_for(self, node: Any) -> Any:

@@ -80,7 +80,9 @@ def _compute(targets: Sequence[Value], values: dict[Value, Any], done: Any) -> N
     late = {
         x: wait_for(done, values[x])
         for x in reads_of([node for node in nodes if node not in outlined])
-        if done is not None and x in values and _is_large(x, jnp.floating)
+        if done is not None
+        and x in values
+        and _is_large(x, jnp.floating)
         # In `shard_map` it would differ over devices if what it waits for does.
         and varying_axes(done) <= varying_axes(values[x])
     }

@@ -9,7 +9,6 @@ read and change masters, wherever the state is nested. `_settings.py` raises if 
 state and params do not fit together.
 """
 
-from optax_mp.masters._average import AverageState
-from optax_mp.masters._storage import Storage
+from optax_mp.masters._storage import AverageState, Storage
 
 __all__ = ["AverageState", "Storage"]

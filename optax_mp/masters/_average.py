@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ from optax_mp._jax._jaxpr import TracedCall
 from optax_mp._take_step import StepFn, apply_updates
 from optax_mp.devices._offload import check_kind, check_memory_of, on_host
 from optax_mp.masters._access import read_arguments, weights_of
-from optax_mp.masters._storage import MixedPrecisionState
+from optax_mp.masters._storage import AverageState, MixedPrecisionState
 from optax_mp.scaling._rule import check_number
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.scaling._unscale import is_unmarked
 from optax_mp.trees._descriptions import spread_shardings
 from optax_mp.trees._leaves import Leaves, is_absent
-from optax_mp.trees._states import check_classes, find_states, inner_field
+from optax_mp.trees._states import check_classes, find_states
 from optax_mp.trees._tree import copy_shared, is_inexact
 from optax_mp.wrappers._choose import select
 from optax_mp.wrappers._context import (
@@ -56,34 +56,6 @@ _MOST_AT_ONCE = 0.01
 _PLAN = Plan(min_size=2**16, chunk_bytes=2**26)
 
 
-class AverageState(NamedTuple):
-    """State of `with_average`.
-
-    Its structure, shapes and dtypes never change.
-
-    Attributes:
-        average: a tree like the params: float32 for each floating leaf of 32 bits or
-            fewer, in the leaf's shape; `optax.MaskedNode()` for integers, bools, keys.
-        step_count: int32 scalar, the number of steps that were taken.
-        inner_state: the state of the inner optimizer. Its public fields, such as
-            `hyperparams`, are also attributes of this state.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_mp
-        >>> tx = optax_mp.with_average(optax.adam(1e-3), decay=0.999)
-        >>> state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
-        >>> state.average["w"].dtype.name, int(state.step_count)
-        ('float32', 0)
-    """
-
-    average: optax.Params
-    step_count: jax.Array
-    inner_state: optax.OptState
-    __getattr__ = inner_field
-
-
 def with_average(
     inner: optax.GradientTransformation,
     decay: float,
@@ -103,7 +75,9 @@ def with_average(
     `optax.MultiSteps` counts steps of the optimizer. Put `with_average` around all of
     these and of `offload`, so that a step in which the average does not move reads none
     of it. Only `zero1` may be around it, and `optax.masked` or `optax.partition` for a
-    part of the params: integers and params that a mask hides have no average.
+    part of the params: integers and params that a mask hides have no average. Around
+    groups that skip or count for themselves, a step counts if all groups take it; for
+    others put it inside of each group.
 
     Args:
         inner: any optax optimizer or chain.

@@ -1,4 +1,4 @@
-"""The contract of a storage: how a master is kept between steps; and the state.
+"""The contract of a storage: how a master is kept between steps; and the states.
 
 A storage is a frozen, hashable object. It is part of the type of the optimizer state,
 so that everything that reads a state (`master_params`, `convert_opt_state`,
@@ -187,6 +187,34 @@ class MixedPrecisionState(NamedTuple):
     last_exact: jax.Array | None = None
     # Not annotated: an annotation would make a field of it, and so a leaf.
     storage = None
+    __getattr__ = inner_field
+
+
+class AverageState(NamedTuple):
+    """State of `with_average`.
+
+    Its structure, shapes and dtypes never change.
+
+    Attributes:
+        average: a tree like the params: float32 for each floating leaf of 32 bits or
+            fewer, in the leaf's shape; `optax.MaskedNode()` for integers, bools, keys.
+        step_count: int32 scalar, the number of steps that were taken.
+        inner_state: the state of the inner optimizer. Its public fields, such as
+            `hyperparams`, are also attributes of this state.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(optax.adam(1e-3), decay=0.999)
+        >>> state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
+        >>> state.average["w"].dtype.name, int(state.step_count)
+        ('float32', 0)
+    """
+
+    average: optax.Params
+    step_count: jax.Array
+    inner_state: optax.OptState
     __getattr__ = inner_field
 
 
