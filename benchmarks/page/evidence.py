@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import fingerprints
 import record
 from record import Record
 
@@ -51,9 +50,7 @@ class Section:
         """By what, when and on what."""
         versions = ", ".join(f"{k} {v}" for k, v in self.record.versions.items())
         made = f"`{self.record.command}`, {self.record.date}"
-        changed = ", ".join(fingerprints.changed(self.record))
-        note = f" **Since then changed: {changed}.**" if changed else ""
-        return f"Made by {made} ({self.record.machine}; {versions}).{note}"
+        return f"Made by {made} ({self.record.machine}; {versions})."
 
     @property
     def shown(self) -> list[str]:
@@ -114,7 +111,6 @@ def figures(records: Records) -> dict[str, Any]:
     rates = records["demo_rates"].rows
     return {
         "runs": {k: f"`{k}`, {v}" for k, v in record.run_times().items()},
-        "older": f"{len(fingerprints.stale(records))} of {len(records)}",
         "forms_in_spread": share(row["in its spread"] == "yes" for row in others),
         "naive_in_spread": share(row["in its spread"] == "yes" for row in naive),
         "forms_apart": f"{max(abs(row['to float32'] - 1) for row in others):.1%}",

@@ -59,9 +59,6 @@ FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "release": ("release$", "release_gradients scan_layers", lambda mp: ADAMW),
     "offload": ("offload", "offload", lambda mp: ADAMW),
 }
-# Results of an earlier program, to be made anew on a machine that has the hours. The
-# pages say of each what changed since.
-OLDER = {"accelerators_newest", "language"}
 
 
 @jax.tree_util.register_dataclass
@@ -119,21 +116,17 @@ def forms_in(tables: record.Tables) -> list[str]:
     ]
 
 
-def changed(found: record.Record) -> list[str]:
-    """Return the forms of a result that differ from the package now."""
-    now, before = fingerprints(), found.fingerprints or {}
-    return [x for x in forms_in(found.tables) if before.get(x) != now.get(x)]
-
-
 def stale(records: Mapping[str, record.Record]) -> dict[str, str]:
     """Return the results of an earlier program, and in words how to renew each."""
-    times = record.run_times()
-    return {
-        name: f"{', '.join(forms)} changed; `{found.command} --json FILE`, "
-        f"{times.get(found.script, 'time not known')}"
-        for name, found in records.items()
-        if (forms := changed(found))
-    }
+    now, times, how = fingerprints(), record.run_times(), {}
+    for name, found in records.items():
+        before = found.fingerprints or {}
+        forms = [x for x in forms_in(found.tables) if before.get(x) != now.get(x)]
+        if forms:
+            time = times.get(found.script, "time not known")
+            command = f"`{found.command} --json FILE`, {time}"
+            how[name] = f"{', '.join(forms)} changed; {command}"
+    return how
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from record import Record
 
@@ -115,6 +116,28 @@ def draw_finetune(figure: Any, records: Records) -> None:
     figure.legend(loc="outside lower center", ncols=5, fontsize=8)
 
 
+def draw_language(figure: Any, records: Records) -> None:
+    """How far over float32 the forms are on the way, with all seeds."""
+    panels = figure.subplots(1, len(LONG_RUNS))
+    for panel, (name, title) in zip(panels, LONG_RUNS.items(), strict=True):
+        rows = {row["form"]: row for row in next(iter(records[name].tables.values()))}
+        steps = rows["float32"]["steps"]
+        for form in ("plain bf16", "masters", "compact"):
+            curves = (rows[x]["curve"] for x in (form, "float32"))
+            pairs = zip(*curves, strict=False)  # some forms have fewer seeds
+            gaps = [smooth(np.subtract(*pair)) for pair in pairs]
+            ends = np.linspace(0, steps, len(gaps[0]) + 1)[1:]
+            color = colour_of(form)
+            panel.plot(ends, np.transpose(gaps), color=color, lw=0.6, alpha=0.5)
+            panel.plot(ends, np.mean(gaps, 0), color=color, lw=1.8, label=form)
+        panel.axvspan(0.8 * steps, steps, color="0.93", lw=0)
+        panel.axhline(0, color="0.5", lw=1, zorder=0)
+        panel.set(xlabel="training step", title=title, ylim=(-0.03, 0.06))
+    panels[0].set_ylabel("training loss above float32's (smoothed)")
+    panels[1].legend(loc="upper right")
+
+
+LONG_RUNS = {"language": "ten million weights", "nanogpt": "nanoGPT's run"}
 AT_GATES = "trailing training loss above float32's, at each gate"
 MARKERS = [
     {"marker": marker, "ms": 4, "ls": line, "lw": 1.2}
@@ -176,6 +199,7 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "stall": (3.2, draw_stall),
     "width": (3.0, draw_width),
     "finetune": (3.8, draw_finetune),
+    "language": (3.0, draw_language),
     "gradient_release": (3.0, draw_gradient_release),
 }
 

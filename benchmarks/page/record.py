@@ -51,7 +51,7 @@ ABOUT = {
     "fingerprints": "10 s",
     "finetune": "about 60 min",
     "host_memory": "about 15 min",
-    "language": "about 2 h",
+    "language": "about 5 h",
     "on_device": "up to 9 min",
     "training_step": "30 min each",
     "walk": "10 s",

@@ -355,8 +355,13 @@ def interval(values: np.ndarray, digits: int = 4) -> str:
         return record.NOT_FINITE
     if count < 2:
         return f"{mean:+.{digits}f}"
-    half = stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / count**0.5
-    return f"{mean:+.{digits}f} ± {half:.{digits}f}"
+    return f"{mean:+.{digits}f} ± {half_width(values):.{digits}f}"
+
+
+def half_width(values: np.ndarray) -> float:
+    """Return the half width of the mean's 95% interval, by Student's t."""
+    count = len(values)
+    return stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / count**0.5
 
 
 def signs(values: np.ndarray) -> str:
