@@ -1,10 +1,9 @@
 """Of which program results are: fingerprints of what they measured.
 
-    python benchmarks fingerprints    # files of an earlier program, and their commands
-
 A fingerprint is a hash of the state that a form makes for a small model with boxes: the
 path, dtype and shape of each array; and of the default arguments of its functions. A
-result has a fingerprint for each form that its tables name.
+result has a fingerprint for each form that its tables name. A test names the files of
+an earlier program, with their commands.
 """
 
 import functools
@@ -127,13 +126,3 @@ def stale(records: Mapping[str, record.Record]) -> dict[str, str]:
             command = f"`{found.command} --json FILE`, {time}"
             how[name] = f"{', '.join(forms)} changed; {command}"
     return how
-
-
-def main() -> None:
-    """Print the results of an earlier program."""
-    for name, how in stale(record.read_all()).items():
-        print(f"{name}: {how}")
-
-
-if __name__ == "__main__":
-    main()

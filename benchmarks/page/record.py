@@ -48,7 +48,6 @@ ABOUT = {
     "accelerators": "about 40 min",
     "convergence": "about 90 min",
     "evidence": "20 s",
-    "fingerprints": "10 s",
     "finetune": "about 60 min",
     "host_memory": "about 15 min",
     "language": "about 5 h",

@@ -77,7 +77,6 @@ NANOGPT = Settings(
     final_learning_rate=1e-4,
 )
 FOLDER = Path(__file__).parents[2] / "build" / "language"
-END = "held-out loss at the end"
 
 
 def compact(**settings: Any) -> Wrapper:
@@ -212,8 +211,7 @@ def tables_of(rows: list[record.Row]) -> record.Tables:
             forms.setdefault(row["form"], []).append(row)
     ends = []
     for form, runs in forms.items():
-        names = ("form", "weights", "steps", "bytes per weight")
-        line = {name: runs[0][name] for name in names}
+        line = {x: runs[0][x] for x in ("form", "weights", "steps", "bytes per weight")}
         line["seeds"] = [run["seed"] for run in runs]
         curves, losses = curves_and_losses(runs)
         line["held-out loss"] = float(losses[:, -1].mean())
@@ -222,7 +220,7 @@ def tables_of(rows: list[record.Row]) -> record.Tables:
             others = curves_and_losses(same)
             line |= above(losses - others[1], curves - others[0])
         ends.append(line | {"curve": curves.tolist()})
-    return {END: ends}
+    return {"held-out loss at the end": ends}
 
 
 def curves_and_losses(runs: list[record.Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -274,8 +272,7 @@ def main() -> None:
             rows.append(run.row)
     tables = tables_of(rows)
     machine = f"{record.machine_of(jax.devices())}, Python {sys.version.split()[0]}"
-    packages = ("jax", "optax", "orbax-checkpoint")
-    record.finish(args.json, tables, machine, packages)
+    record.finish(args.json, tables, machine, ("jax", "optax", "orbax-checkpoint"))
     for title, lines in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(lines)}")
 
