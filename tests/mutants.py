@@ -90,7 +90,7 @@ masters/_average.py | taken &= state.last_finite | taken &= True | masters/test_
 masters/_average.py | (count - start) % every == 0 | count % every == 0 | masters/test_average.py
 masters/_average.py | step_size = 1 - float(decay) ** every | step_size = 1 - float(decay) | masters/test_average.py
 masters/_transform.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
-masters/_transform.py | last_exact &#124; True if self._is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
+masters/_transform.py | elif None not in exact: | else: | masters/test_edits.py
 masters/_transform.py | like = grad if wanted is None | like = param if wanted is None | masters/test_master_weights.py
 masters/_transform.py | if not moves or id(x) in passed_on] | if not moves] | masters/test_nesting.py
 masters/_transform.py | if given and all(is_cast) and | if given and any(is_cast) and | masters/test_master_weights.py
@@ -118,7 +118,7 @@ devices/_sum.py | start = -jnp.zeros_like | start = jnp.zeros_like | devices/tes
 devices/_sum.py | return total + x.astype(jnp.float32), None | return (total.astype(x.dtype) + x).astype(jnp.float32), None | devices/test_sum.py
 devices/_shardings.py | if any(name in names for names in whole for name in axes): | if False: | devices/test_zero1.py devices/test_sharding.py
 checkpoints/_check.py | return "another shape" | return "" | checkpoints/test_checkpoints.py
-checkpoints/_convert.py | node = type(node)(**old._asdict()) | node = node | checkpoints/test_convert.py
+checkpoints/_convert.py | return type(node)(**fields) | return node | checkpoints/test_convert.py
 checkpoints/_convert.py | weights = cast_floating(weights, jnp.float32)  # as | weights = cast_floating(weights, jnp.bfloat16)  # as | checkpoints/test_convert.py
 autocast/_lattice.py | count <= 1 and count < result | count < result | amp/test_amp_rules.py amp/test_amp_models.py
 autocast/_lattice.py | return LOW if strong == {LOW} else FULL | return LOW if LOW in strong else FULL | amp/test_amp_rules.py amp/test_amp_cases.py
