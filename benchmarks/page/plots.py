@@ -117,7 +117,7 @@ def draw_finetune(figure: Any, records: Records) -> None:
 
 
 def draw_language(figure: Any, records: Records) -> None:
-    """How far over float32 the forms are on the way, with all seeds."""
+    """Each form's training loss above float32's, for each seed."""
     panels = figure.subplots(1, len(LONG_RUNS))
     for panel, (name, title) in zip(panels, LONG_RUNS.items(), strict=True):
         rows = {row["form"]: row for row in next(iter(records[name].tables.values()))}

@@ -11,7 +11,7 @@ the same for all forms. A piece ends after its minutes, or when it is killed. Th
 one goes on from the last checkpoint, by Orbax.
 
 `MARGIN` was written here before the first run: a form is equal to float32 if their
-held-out losses differ by no more, which the interval over seeds may leave open.
+held-out losses differ by no more. An interval that contains the margin is undecided.
 """
 
 import argparse
@@ -204,7 +204,7 @@ class Run:
 
 
 def tables_of(rows: list[record.Row]) -> record.Tables:
-    """Return the table of the forms and seeds whose runs are whole."""
+    """Return the table of all finished runs."""
     forms: dict[str, list[record.Row]] = {}
     for row in rows:
         if len(row["held out"]) == GATES:
@@ -230,7 +230,7 @@ def curves_and_losses(runs: list[record.Row]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def above(gaps: np.ndarray, curve_gaps: np.ndarray) -> record.Row:
-    """Return what the table says of differences from float32, a row a run."""
+    """Return the columns that compare a form with float32. Arrays have a row per run."""
     ends = gaps[:, -1]
     size, half = abs(ends.mean()), half_width(ends)
     points = curve_gaps.shape[1] // 5

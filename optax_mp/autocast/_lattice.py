@@ -103,7 +103,8 @@ def literal_precision(atom: Any) -> Precision:
     if np.ndim(atom.val):
         return FULL
     value = float(atom.val)
-    return Weak(None if math.isnan(value) else value)  # NaN would equal no other plan's
+    # NaN is not equal to itself, so a cached plan would never match.
+    return Weak(None if math.isnan(value) else value)
 
 
 def as_computed(precisions: Iterable[Precision]) -> Precisions:

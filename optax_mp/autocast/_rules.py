@@ -187,7 +187,7 @@ class Rules:
         is_meant = scope not in PRODUCT_WORDS or (
             name == PRIMITIVE and not callable(own)
         )
-        if scope == LINEAR:  # of products with other rules none asks for another
+        if scope == LINEAR:  # products with other rules keep them
             is_meant &= own in ("low", "low_f32")
         if scope is not None and has_choice and is_meant:
             own, why = scope, "scope"

@@ -130,9 +130,9 @@ def convert_opt_state(
 
 
 def _adapt_scales(kept: list[Any], from_tx: Any, template: Any, params: Any) -> Any:
-    """Return the states of loss scales, reset where their settings have changed.
+    """Return the loss scales' states. Those whose settings changed start again.
 
-    Otherwise one might not be the new constant. New bounds hold from the next step on.
+    An old value may contradict a new constant. New bounds hold from the next step on.
     """
     names = "scale", "finite_count", "hysteresis_left"
 
@@ -140,7 +140,7 @@ def _adapt_scales(kept: list[Any], from_tx: Any, template: Any, params: Any) -> 
         states = find_states(state, LossScaleState)
         return [[getattr(x, name) for name in names] for _, x in states]
 
-    # As one program, which computes nothing else of that state.
+    # In one program, so that the rest of the state is not computed.
     old = TracedCall.of(lambda params: starts(from_tx.init(params)), params).run()
     return [
         state
@@ -174,10 +174,10 @@ def _unwrap(state: optax.OptState) -> PyTree:
 
 
 class _Wrappers:
-    """What wrappers of the old form know, for those of the new form, outermost first.
+    """The old wrappers' states, which fill in the new wrappers' states.
 
-    Several of a kind are around each other, or in groups of a partition, which share no
-    param. So averages and flags go over param by param, and all else in its order.
+    Wrappers of one kind may be nested, or in the groups of a partition. Averages and
+    flags are matched by param. All other fields are matched in order, outermost first.
     """
 
     def __init__(
@@ -196,14 +196,14 @@ class _Wrappers:
             for i, _ in _present(stored):
                 exact = state.last_exact
                 if exact is None:
-                    # `Split` rounds ties otherwise than a cast, which is no edit.
+                    # `Split` rounds ties differently from a cast. That is not an edit.
                     master = to_device_tree(self._starts[i])
                     followed = follow_edits(master, jnp.asarray(leaves.values[i]))
                     exact = jnp.array_equal(followed, master, equal_nan=True)
                 self._exact[i].append(exact)
 
     def fields_for(self, node: Any) -> Any:
-        """Return a state of the new form with the fields of the run."""
+        """Return a new wrapper's state with the run's fields."""
         if isinstance(node, AverageState):
             return self._with_average(node)
         if isinstance(node, MixedPrecisionState):
@@ -216,19 +216,19 @@ class _Wrappers:
         return node
 
     def _with_average(self, state: AverageState) -> AverageState:
-        """Return a state with the average of the run, or that starts at the weights."""
+        """Return a state with the run's average; without one, it starts at the weights."""
         values, count = [], state.step_count
         for i, old in _present(self._leaves.match(state.average, "the average")):
             new = self._starts[i]
             if self._averages[i]:
                 new, count = self._averages[i].pop(0)
             values.append(with_memory_of(to_device_tree(new).astype(old.dtype), old))
-        # Of its own structure: one `MaskedNode` may stand for a branch of params.
+        # Keep the structure: one `MaskedNode` may hide a whole branch of params.
         average = jax.tree.unflatten(jax.tree.structure(state.average), values)
         return state._replace(average=average, step_count=count)
 
     def _with_flag(self, state: MixedPrecisionState) -> MixedPrecisionState:
-        """Return a state that knows whether each param is its rounded master."""
+        """Return a state whose `last_exact` holds for all of its params."""
         stored = self._leaves.match_subtrees(state.master_params, "the masters")
         flags = [flag for i, _ in _present(stored) for flag in self._exact[i]]
         if state.last_exact is None or not flags:
@@ -238,7 +238,7 @@ class _Wrappers:
 
 
 def _present(values: list[Any]) -> list[tuple[int, Any]]:
-    """Return what is there for each param that has it."""
+    """Return the index and the value of each param that has a value."""
     return [(i, x) for i, x in enumerate(values) if not is_absent(x)]
 
 
@@ -248,7 +248,7 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: _Wrappers) -> PyTre
     Args:
         template: a state of the new form.
         values: the leaves of the bare optimizer's state, in order.
-        wrappers: what fills the fields of our wrappers.
+        wrappers: fills in the fields of our wrappers.
     """
 
     def fill(node: Any) -> Any:

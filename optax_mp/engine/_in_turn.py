@@ -83,7 +83,7 @@ def _compute(targets: Sequence[Value], values: dict[Value, Any], done: Any) -> N
         if done is not None
         and x in values
         and _is_large(x, jnp.floating)
-        # In `shard_map` it would differ over devices if what it waits for does.
+        # In `shard_map`, waiting for a varying value would make `x` vary.
         and varying_axes(done) <= varying_axes(values[x])
     }
     waiting = ChainMap(late, values)

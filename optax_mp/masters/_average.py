@@ -75,9 +75,9 @@ def with_average(
     `optax.MultiSteps` counts steps of the optimizer. Put `with_average` around all of
     these and of `offload`, so that a step in which the average does not move reads none
     of it. Only `zero1` may be around it, and `optax.masked` or `optax.partition` for a
-    part of the params: integers and params that a mask hides have no average. Around
-    groups that skip or count for themselves, a step counts if all groups take it; for
-    others put it inside of each group.
+    part of the params: integers and params that a mask hides have no average. If
+    groups of a partition skip steps separately, a step counts only if all groups take
+    it. For separate counts, put `with_average` inside each group.
 
     Args:
         inner: any optax optimizer or chain.

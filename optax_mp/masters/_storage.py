@@ -1,4 +1,4 @@
-"""The contract of a storage: how a master is kept between steps; and the states.
+"""The storage interface: how a master is kept between steps. And the states.
 
 A storage is a frozen, hashable object. It is part of the type of the optimizer state,
 so that everything that reads a state (`master_params`, `convert_opt_state`,

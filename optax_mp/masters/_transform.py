@@ -314,8 +314,7 @@ class Step:
         bits is exact, and so is a float64 sum of float32 params. The exception is a
         weight that a step shrinks to less than 2^-15 (float16: 2^-12) of its value.
         Such a param also becomes its master, which moves it by at most 2^-23 of the old
-        weight. A param without a gradient, None here, is as exact as it was: it only
-        decays, which is too little to miss.
+        weight. None means that the param has no gradient and stays as exact as it was.
         """
         pairs = zip(self.arguments.params.values, self.arguments.grads, strict=True)
         return [

@@ -46,7 +46,7 @@ def check_skips(skipping: list[bool]) -> bool:
     if any(skipping) and not all(skipping):
         raise ValueError(
             f"{CALLER}: expected each optimizer of `tx` to skip steps that are not "
-            f"finite, or none, because a step is skipped by all layers, got "
+            f"finite, or none, because all layers skip a step together, got "
             f"{sum(skipping)} of {len(skipping)} that do; put `optax.apply_if_finite` "
             "around each."
         )

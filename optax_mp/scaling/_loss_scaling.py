@@ -257,8 +257,8 @@ def _evidence(bad_index: jax.Array, extra_args: Any, caller: str) -> _Evidence:
         )
     value = extra_args.get("value")
     is_finite = None
-    if value is not None:  # of any kind: `float(loss)` is no array
-        is_finite = all_finite(jnp.asarray(value)).astype(jnp.int32)
+    if value is not None:  # `float(loss)` is not an array
+        is_finite = all_finite(jax.tree.map(jnp.asarray, value)).astype(jnp.int32)
     return bad_index, None, is_finite
 
 
