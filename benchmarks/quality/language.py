@@ -230,7 +230,7 @@ def curves_and_losses(runs: list[record.Row]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def above(gaps: np.ndarray, curve_gaps: np.ndarray) -> record.Row:
-    """Return the columns that compare a form with float32. Arrays have a row per run."""
+    """Return the columns that compare a form with float32, one row per run."""
     ends = gaps[:, -1]
     size, half = abs(ends.mean()), half_width(ends)
     points = curve_gaps.shape[1] // 5

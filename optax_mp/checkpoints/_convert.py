@@ -216,7 +216,7 @@ class _Wrappers:
         return node
 
     def _with_average(self, state: AverageState) -> AverageState:
-        """Return a state with the run's average; without one, it starts at the weights."""
+        """Return a state with the run's average, or else the weights."""
         values, count = [], state.step_count
         for i, old in _present(self._leaves.match(state.average, "the average")):
             new = self._starts[i]
