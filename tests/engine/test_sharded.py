@@ -38,6 +38,13 @@ def steps(step, params, state, grads):
     return (params, state), step.lower(params, state, grads)
 
 
+def sharded(kind):
+    """Return shardings, an optimizer, and params, state and gradients on a mesh."""
+    placed, tx = shardings(mesh_of(kind)), compact()
+    params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
+    return placed, tx, (params, tx.init(params), grads)
+
+
 def on_one_device(tx):
     params, grads = arrays(0), arrays(1)
     return steps(by_take_step(tx), params, tx.init(params), grads)[0]
@@ -45,45 +52,35 @@ def on_one_device(tx):
 
 @pytest.mark.slow
 def test_where_shardings_are_given():
-    tx = compact()
-    mesh = mesh_of("Auto")
-    placed = shardings(mesh)
-    params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
+    placed, tx, args = sharded("Auto")
     step = by_take_step(tx, param_shardings=placed)
-    got, lowered = steps(step, params, tx.init(params), grads)
+    got, lowered = steps(step, *args)
     assert as_bits(got) == as_bits(on_one_device(tx))
     assert not sent_by(lowered.compile())
     assert got[0]["both"].sharding.spec == PartitionSpec("a", "b")
-    assert_has_kernels(step, params, tx.init(params), grads)
+    assert_has_kernels(step, *args)
 
 
 @pytest.mark.slow
 def test_where_types_say_it():
-    tx = compact()
-    mesh = mesh_of("Explicit")
-    with jax.set_mesh(mesh):
-        placed = shardings(mesh)
-        params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
-        step = by_take_step(tx)
-        got, _ = steps(step, params, tx.init(params), grads)
-        want = on_one_device(tx)
-        assert as_bits(got) == as_bits(want)
-        assert_has_kernels(step, params, tx.init(params), grads)
+    with jax.set_mesh(mesh_of("Explicit")):
+        _, tx, args = sharded("Explicit")
+        got, _ = steps(by_take_step(tx), *args)
+        assert as_bits(got) == as_bits(on_one_device(tx))
+        assert_has_kernels(by_take_step(tx), *args)
 
 
 @pytest.mark.slow
 def test_where_nothing_is_known():
-    tx = compact()
-    mesh = mesh_of("Auto")
-    params, grads = (jax.device_put(arrays(i), shardings(mesh)) for i in (0, 1))
+    _, tx, args = sharded("Auto")
     step = jax.jit(by_take_step(tx))  # within another `jit`
 
     def outer(*args):
         return step(*args)
 
-    got, _ = steps(outer, params, tx.init(params), grads)
+    got, _ = steps(outer, *args)
     assert as_bits(got) == as_bits(on_one_device(tx))
-    traced = jax.jit(outer).trace(params, tx.init(params), grads)
+    traced = jax.jit(outer).trace(*args)
     for platform in ("tpu", "cuda"):
         _warnings.warn_once.cache_clear()
         with pytest.warns(optax_mp.MixedPrecisionWarning, match="pass `param_shard"):
@@ -93,35 +90,29 @@ def test_where_nothing_is_known():
 
 @pytest.mark.slow
 def test_where_arguments_say_it():
-    tx = compact()
-    mesh = mesh_of("Auto")
-    params, grads = (jax.device_put(arrays(i), shardings(mesh)) for i in (0, 1))
-    args = params, tx.init(params), grads
+    _, tx, args = sharded("Auto")
     step = by_take_step(tx)
     assert_has_kernels(step, *args)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of("Auto")):
         assert_has_kernels(step, *args)
     traced = jax.jit(step).trace(*args)
     assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    report = optax_mp.step_report(tx, grads, args[1], params)
+    report = optax_mp.step_report(tx, *args[::-1])
     assert {row.tpu for row in report.rows} == {"kernel, not proved here"}
 
 
 @pytest.mark.slow
 def test_where_arguments_disagree():
     """A state that is not sharded as its param is."""
-    tx = compact()
-    mesh = mesh_of("Auto")
-    params = jax.device_put(arrays(0), shardings(mesh))
-    whole = NamedSharding(mesh, PartitionSpec())
-    state = jax.device_put(tx.init(params), whole)
+    placed, tx, (params, state, _) = sharded("Auto")
+    state = jax.device_put(state, NamedSharding(mesh_of("Auto"), PartitionSpec()))
     traced = jax.jit(by_take_step(tx)).trace(params, state, params)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" not in text
     given = tx, params, state, params
     for row in optax_mp.step_report(*given).rows:
         assert row.tpu == "layout not known, or uneven"
-    known = optax_mp.step_report(*given, param_shardings=shardings(mesh))
+    known = optax_mp.step_report(*given, param_shardings=placed)
     assert {row.tpu for row in known.rows} == {"kernel, not proved here"}
 
 

@@ -436,10 +436,9 @@ def test_an_overflow_in_one_layer_skips_the_step_of_all(name):
 
 def test_two_passes_take_float32_under_x64(x64):
     tx = optax.apply_if_finite(optax.sgd(0.1), 5)
-    params = layers_of(), rest_of(), batches()[0]
-    layers, *args = optax_mp.cast_floating(params, "float32")
+    args = optax_mp.cast_floating((layers_of(), rest_of(), batches()[0]), "float32")
     step = optax_mp.release_gradients(loss, tx, max_norm=1.0)
-    found = jax.eval_shape(step, jax.vmap(tx.init)(layers), layers, *args)
+    found = jax.eval_shape(step, jax.vmap(tx.init)(args[0]), *args)
     assert {x.dtype.name for x in jax.tree.leaves(found[:3])} == {"float32"}
 
 
