@@ -17,6 +17,7 @@ from optax_mp.masters._access import (
     check_param_is_rounded,
     decode_all,
     map_masters,
+    put_beside,
     read_arguments,
 )
 from optax_mp.masters._storage import AverageState, MixedPrecisionState, storage_of
@@ -198,7 +199,8 @@ class _Wrappers:
                 if exact is None:
                     # `Split` rounds ties differently from a cast. That is not an edit.
                     master = to_device_tree(self._starts[i])
-                    followed = follow_edits(master, jnp.asarray(leaves.values[i]))
+                    param = put_beside(leaves.values[i], master)
+                    followed = follow_edits(master, param)
                     exact = jnp.array_equal(followed, master, equal_nan=True)
                 self._exact[i].append(exact)
 

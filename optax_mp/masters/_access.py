@@ -10,6 +10,7 @@ import optax
 from optax_mp._dtypes import round_to
 from optax_mp._jax._arrays import (
     is_traced,
+    reshard_like,
     to_device_tree,
     with_memory_of,
     with_sharding_of,
@@ -166,7 +167,7 @@ def replace_master_params(
                 f"{where} to be a floating array of the shape of the master "
                 f"{describe(old)}, got {describe(new)}."
             )
-        new = jnp.array(_beside(new, old), old.dtype, copy=True)
+        new = jnp.array(put_beside(new, old), old.dtype, copy=True)
         remedy = (
             "cast first, with `new_params = policy.cast_to_param(new_master)`; then "
             f"`{caller}(opt_state, new_params, new_master)`, and continue with these."
@@ -223,7 +224,7 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
     def follow(i: int, storage: Storage, old: jax.Array) -> jax.Array | None:
         if storage.param_is_part:
             return None
-        return follow_edits(old, _beside(leaves.values[i], old))
+        return follow_edits(old, put_beside(leaves.values[i], old))
 
     return _as_exact(map_masters(follow, opt_state, leaves))
 
@@ -273,9 +274,11 @@ def _as_exact(opt_state: optax.OptState) -> optax.OptState:
     return map_states(as_exact, opt_state, MixedPrecisionState)
 
 
-def _beside(x: Any, old: jax.Array) -> jax.Array:
+def put_beside(x: Any, old: jax.Array) -> jax.Array:
     """Return an array with the sharding of a master."""
-    return jnp.asarray(x) if is_traced(old) else jax.device_put(x, old.sharding)
+    if is_traced(old):
+        return reshard_like(jnp.asarray(x), old)
+    return jax.device_put(x, old.sharding)
 
 
 def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
@@ -300,7 +303,7 @@ def check_param_is_rounded(
     """Raise unless `param` is the new master rounded; traced values go unchecked."""
     if is_traced(new) or is_traced(param):
         return
-    param = _beside(param, new)
+    param = put_beside(param, new)
     # The storage may round ties differently from a cast: accept both.
     _, target = storage.advance(storage.encode(new, param), param, new)
     value, rounded = param.astype(new.dtype), round_to(new, param.dtype)
