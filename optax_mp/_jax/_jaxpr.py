@@ -301,8 +301,9 @@ class TracedCall:
 
     def run(self) -> Any:
         """Return what the function returned, computed as one program of `jit`."""
-        program = jax.jit(lambda arrays: evaluate(self.closed, arrays))
-        return self.unflatten(program(self.arrays))
+        # All inputs are kept: they say on which devices, if they are sharded by type.
+        run = jax.jit(lambda arrays: evaluate(self.closed, arrays), keep_unused=True)
+        return self.unflatten(run(self.arrays))
 
     def unflatten(self, values: Sequence[Any]) -> Any:
         """Return what the function returned, with `values` for its arrays."""

@@ -143,12 +143,14 @@ def _adapt_scales(kept: list[Any], from_tx: Any, template: Any, params: Any) -> 
 
     # In one program, so that the rest of the state is not computed.
     old = TracedCall.of(lambda params: starts(from_tx.init(params)), params).run()
-    return [
-        state
-        if all(map(jnp.array_equal, was, now))
-        else state._replace(**dict(zip(names, now, strict=True)))
-        for state, was, now in zip(kept, old, starts(template), strict=False)
-    ]
+
+    def adapt(state: Any, was: list[Any], now: list[Any]) -> Any:
+        is_kept = jnp.array(list(map(jnp.array_equal, was, now))).all()
+        pairs = zip(names, now, strict=True)
+        new = {x: jnp.where(is_kept, getattr(state, x), start) for x, start in pairs}
+        return state._replace(**new)
+
+    return list(map(adapt, kept, old, starts(template)))
 
 
 # State in host memory is brought to the device leaf by leaf and put back, so that the

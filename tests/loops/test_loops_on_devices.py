@@ -219,21 +219,3 @@ def test_nothing_is_gathered_where_axes_are_no_multiples_of_blocks(axis, step):
     for x in jax.tree.leaves(state):
         assert not x.ndim or x.sharding.spec[axis] == "fsdp", x
     assert not sent_by(jax.jit(step).lower(params, state).compile())
-
-
-def test_zero1_with_split_on_an_explicit_mesh():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    whole = NamedSharding(mesh, PartitionSpec(None, None))
-    params = {"w": jax.device_put(jnp.ones((64, 256), jnp.bfloat16), whole)}
-    tx = optax_mp.zero1(COMPACT, mesh, "data")
-    params, state = jax.jit(step_of(tx))(params, tx.init(params))
-    masters = optax_mp.master_params(state, params)
-    same = optax_mp.replace_master_params(state, params, masters)
-    jax.tree.map(np.testing.assert_array_equal, same, state)
-    to_tx = optax_mp.zero1(FORMS["FullCopy"], mesh, "data")
-
-    def convert(state, params):
-        return optax_mp.convert_opt_state(state, params, tx, to_tx).master_params["w"]
-
-    for back in convert(state, params), jax.jit(convert)(state, params):
-        np.testing.assert_array_equal(back, masters["w"])
