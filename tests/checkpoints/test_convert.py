@@ -137,8 +137,7 @@ def test_groups_keep_whether_their_updates_were_rounded():
     _, state = tx(adamw).update(grads, tx(adamw).init(params), params)
     found = optax_mp.convert_opt_state(state, params, tx(adamw), tx(low_bit))
     assert avals(found) == avals(tx(low_bit).init(params))
-    groups = found[1].inner_states
-    flags = [groups[name].inner_state.last_exact for name in "ab"]
+    flags = [found[1].inner_states[x].inner_state.last_exact for x in "ab"]
     assert list(map(bool, flags)) == [True, False]
     groups = label({"a": adamw, "b": optax.sgd(0.1)})
     merged = optax.chain(optax.clip(1.0), masters(groups))

@@ -201,7 +201,6 @@ def test_a_state_that_lies_otherwise_is_named_and_moved():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     tx = optax_mp.zero1(FORMS["full copies"](), mesh, "data")
     params = everywhere(mesh, {"w": jnp.ones((16, 8), jnp.bfloat16)})
-    optax_mp.zero1(ADAMW, mesh, "data").init(params)  # which reads no params
     with jax.set_mesh(mesh):
         state, step = tx.init(params), jax.jit(by_take_step(tx))
         want = step(params, state, params)
@@ -212,23 +211,26 @@ def test_a_state_that_lies_otherwise_is_named_and_moved():
     assert avals(got) == avals(want)
 
 
-def test_masters_are_read_and_converted_where_axes_are_explicit():
+def test_states_are_made_read_and_converted_where_axes_are_explicit():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    params = everywhere(mesh, {"w": jnp.ones((16, 8), jnp.bfloat16)})
-    names = "split 16", "scaled"
+    params = everywhere(mesh, {"w": jnp.ones((64, 256), jnp.bfloat16)})
+    optax_mp.zero1(ADAMW, mesh, "data").init(params)  # which reads no params
+    names = "5.1 bytes", "scaled"
     tx, to_tx = (optax_mp.zero1(FORMS[x](), mesh, "data") for x in names)
     params, state = run(tx, params, gradients(params, 3))
-    masters = optax_mp.master_params(state, params)
-    same = optax_mp.replace_master_params(state, params, masters)
+    want = optax_mp.master_params(state, params)
+    same = optax_mp.replace_master_params(state, params, want)
     assert as_bits(same) == as_bits(state)
 
     def convert(state, params):
         back = optax_mp.convert_opt_state(state, params, tx, to_tx)
         back = optax_mp.convert_opt_state(back, params, to_tx, to_tx)
-        return optax_mp.follow_params(back, params).inner_state.master_params
+        followed = optax_mp.follow_params(back, params).inner_state.master_params
+        # Not equal to the masters: `Split` rounds ties differently from a cast.
+        return back.inner_state.master_params, followed["w"].astype(jnp.bfloat16)
 
     for function in convert, jax.jit(convert):
-        assert as_bits(function(state, params)) == as_bits(masters)
+        assert as_bits(function(state, params)) == as_bits((want, params))
 
 
 @pytest.mark.slow
