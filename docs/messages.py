@@ -30,7 +30,6 @@ HEADINGS = {
     "checkpoints": "Checkpoints",
     "compact": "Low-bit state",
     "devices": "Many devices",
-    "engine": "Low-bit steps and their kernels",
     "masters": "Master params",
     "reports": "Reports",
     "scaling": "Loss scaling",

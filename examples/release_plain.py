@@ -43,7 +43,8 @@ def step(layers, layers_state, rest, rest_state, x, y):
     """Return params and states after a step, and the loss."""
     release = optax_mp.release_gradients(loss, tx)
     value, grads, layers, layers_state = release(layers_state, layers, rest, x, y)
-    rest, rest_state = optax_mp.take_step(tx, grads, rest_state, rest)
+    updates, rest_state = tx.update(grads, rest_state, rest)
+    rest = optax.apply_updates(rest, updates)
     return layers, layers_state, rest, rest_state, value
 
 

@@ -74,9 +74,6 @@ if TYPE_CHECKING:
     from optax_mp.compact._low_bit import low_bit_state as low_bit_state
     from optax_mp.compact._stochastic import stochastic_rounding as stochastic_rounding
 
-    # A step in one pass over memory.
-    from optax_mp._take_step import take_step as take_step
-
     # The step of stacked layers in the backward pass, without all gradients at once.
     from optax_mp.release._release import release_gradients as release_gradients
     from optax_mp.release._scan import scan_layers as scan_layers
@@ -100,7 +97,6 @@ if TYPE_CHECKING:
         update_report as update_report,
     )
     from optax_mp.reports._memory_report import memory_report as memory_report
-    from optax_mp.reports._step_report import step_report as step_report
     from optax_mp.reports._collectives import collectives_report as collectives_report
 
     # The category of all warnings of this package.
@@ -129,7 +125,6 @@ _HOMES = {
     "compact._accumulator": "gradient_accumulator",
     "compact._low_bit": "low_bit_state",
     "compact._stochastic": "stochastic_rounding",
-    "_take_step": "take_step",
     "release._release": "release_gradients",
     "release._scan": "scan_layers",
     "devices._offload": "offload",
@@ -142,9 +137,18 @@ _HOMES = {
     "reports._metrics": "metrics",
     "reports._counts": "gradient_range_report update_report",
     "reports._memory_report": "memory_report",
-    "reports._step_report": "step_report",
     "reports._collectives": "collectives_report",
     "_warnings": "MixedPrecisionWarning",
+}
+
+# Names of earlier versions, and what to write instead.
+_STEP = (
+    "write `updates, opt_state = tx.update(grads, opt_state, params)` and "
+    "`params = optax.apply_updates(params, updates)`"
+)
+_WITHDRAWN = {
+    "take_step": _STEP,
+    "step_report": f"there are no kernels to report, since XLA makes the step: {_STEP}",
 }
 
 __version__ = "1.0.0"
@@ -163,7 +167,10 @@ def __getattr__(name: str) -> Any:
         if name in names.split():
             found = getattr(importlib.import_module(f"optax_mp.{home}"), name)
             return globals().setdefault(name, found)
-    raise AttributeError(f"module 'optax_mp' has no attribute {name!r}")
+    message = f"module 'optax_mp' has no attribute {name!r}"
+    if name in _WITHDRAWN:
+        message += f" any more; {_WITHDRAWN[name]}."
+    raise AttributeError(message)
 
 
 def __dir__() -> list[str]:

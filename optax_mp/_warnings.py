@@ -7,7 +7,6 @@ of a `value_and_grad` with a loss scale, the loss is scaled twice. `check_loss_s
 and the traced update of a loss scale warn if no loss was ever scaled.
 """
 
-import functools
 import sys
 import warnings
 from collections import Counter
@@ -43,10 +42,6 @@ def warn(message: str) -> None:
     while frame.f_back and _package(frame) in _SKIPPED:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, MixedPrecisionWarning, stacklevel=level)
-
-
-# For a program that is traced or lowered again and again.
-warn_once = functools.cache(warn)
 
 
 def _package(frame: FrameType) -> str:

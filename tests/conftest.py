@@ -30,7 +30,7 @@ if "XLA_FLAGS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
 # Slow tests of these rooms compare two programs bit by bit, whose products and sums XLA
 # then joins in one of them.
-EXACT_ROOMS = {"engine", "masters", "release"}
+EXACT_ROOMS = {"masters", "release"}
 
 # What is imported is not to be looked through at every collection of garbage.
 gc.freeze()
@@ -74,8 +74,7 @@ def programs_of_one_module():
 
 @pytest.fixture(autouse=True)
 def without_earlier_tests():
-    """Let no test look for a mark, or miss a warning, because of an earlier one."""
-    _warnings.warn_once.cache_clear()
+    """Let no test look for a mark because of an earlier one."""
     _warnings._counts.pop("drops micro-batches", None)
     yield
     _unscale._a_link_ran.clear()

@@ -129,10 +129,8 @@ def test_reports_are_of_the_params_that_are_trained():
     roles = optax_mp.memory_report(*bare(MASTERS)).by_role()
     for given in GIVEN.values():
         assert optax_mp.memory_report(*given(model, optimizer)).by_role() == roles
-    report = optax_mp.step_report(MASTERS, nnx.state(model), optimizer, model)
     found = optax_mp.update_report(model, nnx.state(model, nnx.Param))
     assert found.paths == ("['layer']['bias']", "['layer']['kernel']")
-    assert tuple(row.path for row in report.rows) == found.paths
 
 
 @pytest.mark.slow

@@ -31,6 +31,16 @@ BLOCKS = [
 SOURCES = sorted((ROOT / "optax_mp").rglob("*.py"))
 
 
+def test_a_withdrawn_name_says_what_to_write():
+    step = r"tx.update\(grads, opt_state, params\)` and `params = optax.apply_updates"
+    for name in ("take_step", "step_report"):
+        with pytest.raises(AttributeError, match=f"{name}' any more; .*{step}"):
+            getattr(optax_mp, name)
+        assert name not in dir(optax_mp) and not hasattr(optax_mp, name)
+    with pytest.raises(AttributeError, match="has no attribute 'amq'$"):
+        optax_mp.amq  # noqa: B018
+
+
 def test_private_parts_of_jax_are_used_nowhere():
     for source in SOURCES:
         assert "jax._src" not in source.read_text(encoding="utf-8"), source
@@ -42,6 +52,44 @@ def test_private_parts_of_jax_are_used_nowhere():
 def test_only_one_folder_knows_the_inside_of_jax(word):
     using = [x for x in SOURCES if re.search(word, x.read_text(encoding="utf-8"))]
     assert using and {x.parent.name for x in using} == {"_jax"}
+
+
+def test_only_one_module_knows_jax_experimental():
+    """It is a door, behind which modules are imported at their first use."""
+    code = re.compile(r'^ *(import|from) jax\.experimental|"jax\.experimental\.', re.M)
+    using = [x for x in SOURCES if code.search(x.read_text(encoding="utf-8"))]
+    assert [x.name for x in using] == ["_experimental.py"]
+
+
+MODULES = """
+import sys, jax, optax, jax.numpy as jnp
+before = set(sys.modules)
+import optax_mp
+"""
+PLAIN_FORMS = """
+params = {"w": jnp.ones((8, 64), jnp.bfloat16)}
+masters = optax_mp.mixed_precision(optax.adam(1e-3))
+tx = optax_mp.static_loss_scale(masters, 1.0)
+state = tx.init(params)
+jax.jit(tx.update).lower(params, state, params)
+"""
+
+
+def modules_after(program):
+    """Return the modules that a program imports, but for those of JAX and optax."""
+    program = f"{MODULES}{program}print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().split()
+
+
+def test_a_program_pays_for_what_it_uses():
+    assert modules_after("") == ["optax_mp"]
+    found = modules_after(PLAIN_FORMS)
+    own = {x.split(".")[1] for x in found if x.startswith("optax_mp.")}
+    rooms = "autocast checkpoints compact devices release reports".split()
+    assert own.isdisjoint(rooms)
+    assert "jax.experimental.layout" not in found  # it is slow to import
 
 
 def test_importing_starts_no_backend():

@@ -1,28 +1,73 @@
-"""The forms of an optimizer that benchmarks compare, and two ways to take a step."""
+"""The forms of an optimizer that benchmarks compare, and the step that all take."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import by_hand
+import jax
 import optax
 
 import optax_mp
 
 BF16, F32 = "bfloat16", "float32"
+Shapes = Sequence[tuple[int, ...]]
 adamw = functools.partial(optax.adamw, 1e-3)
+muon = functools.partial(optax.contrib.muon, 1e-3)
 masters = optax_mp.mixed_precision
 
 
+@dataclass(frozen=True)
+class Form:
+    """A way to keep an optimizer.
+
+    Attributes:
+        make: makes the transformation.
+        param_dtype: the dtype of the params.
+        grad_dtype: the dtype of the gradients.
+        reads: how often a step reads the gradients at the least: twice where it has to
+            know all of them before it changes one param.
+    """
+
+    make: Callable[[], optax.GradientTransformation]
+    param_dtype: str = BF16
+    grad_dtype: str = BF16
+    reads: int = 1
+
+    def arrays(self, shapes: Shapes) -> tuple[Any, Any, Any]:
+        """Return descriptions of params of these shapes, state and gradients."""
+
+        def tree(dtype: str) -> Any:
+            made = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+            return {f"w{i:03}": leaf for i, leaf in enumerate(made)}
+
+        params = tree(self.param_dtype)
+        state = jax.eval_shape(self.make().init, params)
+        return params, state, tree(self.grad_dtype)
+
+    def limit(self, shapes: Shapes) -> float:
+        """Return the bytes per weight that a step moves at the least.
+
+        Params and state are read and written once.
+        """
+        params, state, grads = (
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(each))
+            for each in self.arrays(shapes)
+        )
+        weights = sum(map(math.prod, shapes))
+        return (2 * (params + state) + self.reads * grads) / weights
+
+
 def compact(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return an optimizer with 8-bit state and split masters: AdamW at 5.1 bytes."""
+    """Return an optimizer with 8-bit state and masters of 24 bits."""
     return masters(optax_mp.low_bit_state(inner), storage=optax_mp.Split(bits=8))
 
 
-def clipped() -> optax.GradientTransformation:
-    """Return the same behind clipping by the global norm."""
-    rate = optax.linear_schedule(1e-3, 0.0, 100)
-    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-    return compact(chain)
+def clipped(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `inner` behind clipping by the norm of all gradients."""
+    return optax.chain(optax.clip_by_global_norm(1.0), inner)
 
 
 def scaled(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -41,64 +86,50 @@ def split(bits: int) -> optax.GradientTransformation:
 
 
 def unmastered() -> optax.GradientTransformation:
-    """Return AdamW at 4.1 bytes per weight."""
+    """Return AdamW with 8-bit state and no masters."""
     return optax_mp.stochastic_rounding(optax_mp.low_bit_state(adamw()))
 
 
-# Form: (transformation, dtype of params, of gradients, bytes per weight at the least).
-FORMS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
-    "float32": (adamw, F32, F32, 28),
-    "apply_if_finite": (lambda: optax.apply_if_finite(adamw(), 9), F32, F32, 32),
-    "masters": (lambda: masters(adamw()), BF16, BF16, 30),
-    "masters, float32 gradients": (lambda: masters(adamw()), BF16, F32, 32),
-    "loss scale": (lambda: scaled(masters(adamw())), BF16, BF16, 32),
-    "loss scale, float32 gradients": (lambda: scaled(masters(adamw())), BF16, F32, 36),
-    "link": (lambda: linked(masters(adamw())), BF16, BF16, 32),
-    "link, float32 gradients": (lambda: linked(masters(adamw())), BF16, F32, 36),
-    "Split(16)": (lambda: split(16), BF16, BF16, 26),
-    "Split(8)": (lambda: split(8), BF16, BF16, 24),
-    "8-bit state": (lambda: optax_mp.low_bit_state(adamw()), F32, F32, 16.28),
-    "5.1 bytes": (lambda: compact(adamw()), BF16, BF16, 12.28),
-    "5.1 bytes, clipped": (clipped, BF16, BF16, 14.28),
-    "5.1 bytes, loss scale": (lambda: scaled(compact(adamw())), BF16, BF16, 14.28),
-    "stochastic rounding": (unmastered, BF16, BF16, 10.28),
+FORMS = {
+    "float32": Form(adamw, F32, F32),
+    "apply_if_finite": Form(lambda: optax.apply_if_finite(adamw(), 9), F32, F32, 2),
+    "masters": Form(lambda: masters(adamw())),
+    "masters, float32 gradients": Form(lambda: masters(adamw()), grad_dtype=F32),
+    "loss scale": Form(lambda: scaled(masters(adamw())), reads=2),
+    "loss scale, float32 gradients": Form(
+        lambda: scaled(masters(adamw())), grad_dtype=F32, reads=2
+    ),
+    "link": Form(lambda: linked(masters(adamw())), reads=2),
+    "link, float32 gradients": Form(
+        lambda: linked(masters(adamw())), grad_dtype=F32, reads=2
+    ),
+    "Split(16)": Form(lambda: split(16)),
+    "Split(8)": Form(lambda: split(8)),
+    "8-bit state": Form(lambda: optax_mp.low_bit_state(adamw()), F32, F32),
+    "compact": Form(lambda: compact(adamw())),
+    "compact, clipped": Form(lambda: compact(clipped(adamw())), reads=2),
+    "compact, loss scale": Form(lambda: scaled(compact(adamw())), reads=2),
+    "stochastic rounding, 8-bit state": Form(unmastered),
+    "by hand": Form(by_hand.by_hand),
+    "by hand, clipped": Form(lambda: by_hand.by_hand(max_norm=1.0), reads=2),
+}
+OTHERS = {
+    "Lion, float32": Form(lambda: optax.lion(1e-3), F32, F32),
+    "Lion, compact": Form(lambda: compact(optax.lion(1e-3))),
+    "SGD, float32": Form(lambda: optax.sgd(1e-3, 0.9), F32, F32),
+    "SGD, compact": Form(lambda: compact(optax.sgd(1e-3, 0.9))),
+    "Muon, float32": Form(muon, F32, F32),
+    "Muon, masters": Form(lambda: masters(muon())),
+    "Muon, compact": Form(lambda: compact(muon())),
 }
 
 
-# As above, for other optimizers.
-OTHERS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
-    "Lion, float32": (lambda: optax.lion(1e-3), F32, F32, 20),
-    "Lion, compact": (lambda: compact(optax.lion(1e-3)), BF16, BF16, 10.14),
-    "SGD, float32": (lambda: optax.sgd(1e-3, 0.9), F32, F32, 20),
-    "SGD, compact": (lambda: compact(optax.sgd(1e-3, 0.9)), BF16, BF16, 10.14),
-}
-# As above. The limit leaves out products.
-muon = functools.partial(optax.contrib.muon, 1e-3)
-MUON: dict[str, tuple[Callable[[], Any], str, str, float]] = {
-    "Muon, float32": (muon, F32, F32, 20),
-    "Muon, masters": (lambda: masters(muon()), BF16, BF16, 22),
-    "Muon, compact": (lambda: compact(muon()), BF16, BF16, 10.14),
-}
-ALL_FORMS = FORMS | OTHERS | MUON
-
-
-# Donated buffers go to results of the same shape in order: hence this order.
 def by_optax(tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """Return a step with `tx.update`."""
+    """Return the step of (params, state, grads) by `tx.update`."""
 
+    # Donated buffers go to results of the same shape in order: hence this order.
     def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def in_one_pass(
-    tx: optax.GradientTransformation, **settings: Any
-) -> Callable[..., Any]:
-    """Return a step with `take_step`."""
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        return optax_mp.take_step(tx, grads, state, params, **settings)
 
     return step

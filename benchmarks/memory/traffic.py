@@ -1,4 +1,4 @@
-"""Bytes that a program compiled for a TPU moves to and from its main memory.
+"""Bytes that a compiled program moves to and from main memory, and what it sends.
 
 XLA's own count takes a loop's body once, and counts what stays in memory on the chip.
 This one reads the compiled program: each instruction moves its operands and results
@@ -12,14 +12,21 @@ from dataclasses import dataclass, field
 
 # They move nothing themselves.
 _FREE = frozenset(
-    """parameter constant tuple get-tuple-element bitcast while after-all copy-done
-    slice-done all-gather-done iota""".split()
+    "parameter constant tuple get-tuple-element bitcast while after-all iota".split()
 )
 # TPUs have convolutions for them.
 _PRODUCTS = ("dot", "convolution")
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+)
 _SHAPE = re.compile(r"\b(bf|[fsu]|pred)(\d*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
 @dataclass
@@ -39,6 +46,19 @@ class Instruction:
     operation: str
     operands: list[str]
     rest: str
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it moves nothing, such as the end of what another one started."""
+        return self.operation in _FREE or self.operation.endswith("-done")
+
+    @property
+    def results(self) -> str:
+        """The type of what it makes; the start of most collectives also has inputs."""
+        if not self.operation.endswith("-start") or "all-reduce" in self.operation:
+            return self.type
+        arrays = [whole[0] for whole in _SHAPE.finditer(self.type)]
+        return " ".join(arrays[len(self.operands) :])
 
     def computation(self, role: str) -> str:
         """Return the name of a computation that it calls."""
@@ -71,6 +91,23 @@ def bytes_moved(program: str) -> float:
     return _moved(computations, computations[entry])
 
 
+def collectives(program: str) -> list[tuple[str, int]]:
+    """Return the kind of each collective in a program's text, and its results' bytes.
+
+    One that computing goes on beside is written in several pieces, on one channel.
+    """
+    found, seen = [], set()
+    for computation in _parsed(program)[0].values():
+        for each in computation.instructions.values():
+            kind = each.operation.removesuffix("-start")
+            channel = _CHANNEL.search(each.rest)
+            if kind not in _COLLECTIVES or (channel and channel[1] in seen):
+                continue
+            seen.update(channel.groups() if channel else ())
+            found.append((kind, bytes_of(each.results)))
+    return found
+
+
 def has_products(program: str) -> bool:
     """Return whether a compiled program multiplies matrices."""
     return any(f" {operation}(" in program for operation in _PRODUCTS)
@@ -95,9 +132,7 @@ def bytes_of_products(program: str) -> float:
             before.update(each.operands)
     between = [here.instructions[name] for name in after & before]
     return sum(
-        _moved_by(computations, here, each)
-        for each in between
-        if each.operation not in _FREE
+        _moved_by(computations, here, each) for each in between if not each.is_free
     )
 
 
@@ -148,7 +183,7 @@ def _moved(computations: dict[str, Computation], here: Computation) -> float:
         if each.operation == "while":
             body = computations[each.computation("body")]
             total += _trips(computations, each) * _moved(computations, body)
-        elif each.operation not in _FREE:
+        elif not each.is_free:
             total += _moved_by(computations, here, each)
     return total
 
@@ -166,6 +201,8 @@ def _trips(computations: dict[str, Computation], loop: Instruction) -> int:
         for each in condition.instructions.values()
         if each.operation == "constant"
     ]
+    if not constants:  # `offload` has loops of one round, whose bound XLA does not know
+        return 1
     (bound,) = constants
     return bound
 
@@ -174,7 +211,11 @@ def _moved_by(
     computations: dict[str, Computation], here: Computation, each: Instruction
 ) -> float:
     """Return the bytes that one instruction reads and writes."""
+    if each.operation.startswith(_COLLECTIVES):
+        types = [here.instructions[x].type for x in each.operands]
+        return bytes_of(" ".join([*types, each.results]), in_main_memory=True)
     if each.operation.endswith("-start"):  # (what it reads, what it makes, ...)
+        # Of a copy between two memories, or from the host: one of them is main memory.
         _, bits, shape, _ = _SHAPE.findall(each.type)[:2][-1]  # or what it makes
         return bytes_of(f"u{bits}[{shape}]")
     is_fusion = each.operation == "fusion"

@@ -1,7 +1,7 @@
 """Whole training steps of a language model, compiled for TPUs and GPUs not here.
 
     python benchmarks training_step                            # small, in minutes
-    python benchmarks training_step --size 1.3B --targets v5e,h100  # half an hour
+    python benchmarks training_step --size 1.3B --targets v5e,H100  # half an hour
     python benchmarks training_step --size 7B --devices 8 --remat dots --json FILE
     python benchmarks training_step --size uneven --layouts "columns;both"
     python benchmarks training_step --size 1.3B --devices 1 --unrolled
@@ -16,8 +16,8 @@ batches in float32.
 
 Gigabytes are per device. "peak" is the most that the step holds at once, by XLA: of
 params, state, batch and temporaries, in which the gradients are. "moved" is to and
-from its main memory. Collectives are of more than 1024 elements, with the gigabytes of
-their results; those in the scan over layers count once. A program that XLA finds too
+from its main memory. Collectives are of more than 4 KiB, with the gigabytes of their
+results; those in the scan over layers count once. A program that XLA finds too
 large for the device has a row that says so.
 
 "lowering s" and "compile s" are CPU seconds of all threads and of the assemblers that
@@ -27,10 +27,8 @@ XLA calls, the former with tracing; "compile ratio" is their sum over "float32"'
 import argparse
 import functools
 import itertools
-import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,12 +47,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import optax_mp
 
 F32, BF16 = forms.F32, forms.BF16
-COLLECTIVE = re.compile(
-    r"= (\(?[^=]*?\)?) "
-    r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
-)
-ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+)\[([0-9,]*)\]")
-CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,6 @@ LAYOUTS: dict[str, tuple[dict[str, int], PartitionSpec]] = {
     "columns": ({"data": 8}, PartitionSpec(None, "data")),
     "both": ({"data": 4, "model": 2}, PartitionSpec("data", "model")),
 }
-TARGETS = {"v5e": "TPU v5e", "v6e": "TPU v6e", "v5p": "TPU v5p", "h100": "H100"}
 # What the backward pass keeps, besides what is carried from layer to layer.
 REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -217,7 +208,7 @@ class Form:
         param_dtype: the dtype of params, but for norms.
         dtype: the dtype of products.
         make: makes the transformation.
-        way: "tx.update", "take_step", "by hand" or "release".
+        way: "tx.update", "by hand" or "release".
         amp: the dtype in which `amp` computes the loss, if it does.
         rules: its rules beside the default ones.
         max_norm: what `release_gradients` clips by, if it does.
@@ -239,47 +230,50 @@ class Form:
 OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "masters": lambda: forms.masters(adamw()),
     "Split(16)": lambda: forms.masters(adamw(), storage=optax_mp.Split(16)),
-    "5.1 bytes": lambda: forms.compact(adamw()),
+    "compact": lambda: forms.compact(adamw()),
 }
 FORMS = {
     "float32": Form(F32, F32, adamw),
     "float32 params, bf16 products": Form(F32, BF16, adamw),
     "masters by hand": Form(BF16, BF16, masters_by_hand, "by hand"),
-} | {
-    f"{name}{scale}, {way}": Form(
-        BF16, BF16, (lambda m=make: forms.scaled(m())) if scale else make, way
-    )
+}
+FORMS |= {name: Form(BF16, BF16, make) for name, make in OURS.items()}
+FORMS |= {
+    f"{name}, loss scale": Form(BF16, BF16, lambda make=make: forms.scaled(make()))
     for name, make in OURS.items()
-    for scale in ("", ", loss scale")
-    for way in ("tx.update", "take_step")
+}
+# The state is on the host but for the optimizer's step.
+FORMS |= {
+    f"{name}, offload": Form(BF16, BF16, lambda make=make: optax_mp.offload(make()))
+    for name, make in OURS.items()
 }
 FORMS |= {
-    f"{name}, {way}": Form(BF16, BF16, make, way)
-    for name, make in {
-        "4.1 bytes": lambda: optax_mp.stochastic_rounding(
-            optax_mp.low_bit_state(adamw())
-        ),
-        "MultiSteps in 5.1 bytes": lambda: forms.compact(optax.MultiSteps(adamw(), 4)),
-    }.items()
-    for way in ("tx.update", "take_step")
+    "stochastic rounding, 8-bit state": Form(
+        BF16,
+        BF16,
+        lambda: optax_mp.stochastic_rounding(optax_mp.low_bit_state(adamw())),
+    ),
+    "MultiSteps in compact": Form(
+        BF16, BF16, lambda: forms.compact(optax.MultiSteps(adamw(), 4))
+    ),
 }
 # No layer waits for the norm of all gradients.
 FORMS |= {
-    f"{name} unclipped, {way}": Form(BF16, BF16, make, way)
+    f"{name} unclipped{end}": Form(BF16, BF16, make, way)
     for name, make in {
         "masters": lambda: forms.masters(adamw(is_clipped=False)),
-        "5.1 bytes": lambda: forms.compact(adamw(is_clipped=False)),
+        "compact": lambda: forms.compact(adamw(is_clipped=False)),
     }.items()
-    for way in ("take_step", "release")
+    for end, way in {"": "tx.update", ", release": "release"}.items()
 }
-# Clipped in two passes; to be compared with "unclipped, release" and with "take_step".
+# Clipped in two passes; to be compared with "unclipped, release" and with the form.
 FORMS |= {
     f"{name}, release": replace(FORMS[f"{name} unclipped, release"], max_norm=1.0)
-    for name in ("masters", "5.1 bytes")
+    for name in ("masters", "compact")
 }
-# To be compared with "masters, tx.update", all with `--micro 8`.
+# To be compared with "masters", all with `--micro 8`.
 FORMS |= {
-    f"sums by {name}": replace(FORMS["masters, tx.update"], sums=sums)
+    f"sums by {name}": replace(FORMS["masters"], sums=sums)
     for name, sums in {
         "float32 accumulator": F32,
         "bf16 accumulator": BF16,
@@ -288,7 +282,7 @@ FORMS |= {
 }
 # To be compared with this form itself.
 FORMS["sums by refs"] = replace(FORMS["float32 params, bf16 products"], sums="refs")
-# To be compared with "float32 params, bf16 products" and "masters, tx.update".
+# To be compared with "float32 params, bf16 products" and "masters".
 FORMS |= {
     f"amp bf16, {params} params": Form(
         dtype, F32, OURS["masters"] if dtype == BF16 else adamw, amp=BF16
@@ -307,20 +301,11 @@ FORMS |= {
 # What is measured
 
 
-def devices_of(target: str, count: int) -> list[Any]:
-    """Return devices that XLA can compile for."""
-    if target == "h100":
-        return accelerators.devices_of("gpu", count)
-    shape = "2x2x2" if target == "v5p" else "2x4"
-    topology = accelerators.topologies.get_topology_desc(f"{target}:{shape}", "tpu")
-    return topology.devices[:count]
-
-
 def mesh_of(target: str, count: int, layout: str) -> tuple[Mesh, PartitionSpec]:
     """Return the devices, and how a matrix is sharded over them."""
     axes, spec = LAYOUTS[layout] if count > 1 else ({"data": 1}, PartitionSpec())
-    devices = np.array(devices_of(target, count)).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes)), spec
+    devices = np.array(accelerators.devices_of(target, count))
+    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes)), spec
 
 
 def measure(
@@ -337,8 +322,7 @@ def measure(
     jax.clear_caches()
     step, args, grads = prepare(FORMS[name], params, mesh, spec, size, remat, micro)
     began = cpu_seconds()
-    with accelerators.lowering_for(mesh.devices.flat[0].platform):
-        lowered = step.lower(*args)
+    lowered = step.lower(*args)
     traced = cpu_seconds()
     try:
         compiled = lowered.compile()
@@ -357,7 +341,6 @@ def measure(
         "temporaries GB": memory.temp_size_in_bytes / 1e9,
         "peak GB": memory.peak_memory_in_bytes / 1e9,
         "moved GB": traffic.bytes_moved(text) / 1e9,
-        "kernels": count_kernels(text),
         "collectives": describe_collectives(text),
         "lowering s": traced - began,
         "compile s": done - traced,
@@ -420,12 +403,8 @@ def prepare(
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         if form.way == "release":
-            return released(form, fun, params, state, tokens, shardings)
+            return released(form, fun, params, state, tokens)
         value, grads = gradients(state, params, tokens)
-        if form.way == "take_step":
-            pair = optax_mp.take_step(tx, grads, state, params,
-                                      param_shardings=shardings)  # fmt: skip
-            return *pair, value
         updates, state = tx.update(grads, state, params)
         is_new = form.way == "by hand"
         return (
@@ -468,12 +447,7 @@ def shardings_of_released(
 
 
 def released(
-    form: Form,
-    fun: Callable[..., Any],
-    params: Any,
-    state: Any,
-    tokens: jax.Array,
-    shardings: Any,
+    form: Form, fun: Callable[..., Any], params: Any, state: Any, tokens: jax.Array
 ) -> Any:
     """Return what a step does whose backward pass takes the steps of layers."""
     of_layers, of_rest = state
@@ -482,11 +456,9 @@ def released(
         lambda layers, rest, tokens: fun(rest | {"layers": layers}, tokens),
         tx,
         max_norm=form.max_norm,
-        param_shardings=shardings["layers"],
     )(of_layers, params["layers"], rest, tokens)
-    rest, of_rest = optax_mp.take_step(
-        tx, grads, of_rest, rest, param_shardings=shardings | {"layers": None}
-    )
+    updates, of_rest = tx.update(grads, of_rest, rest)
+    rest = optax.apply_updates(rest, updates)
     return rest | {"layers": layers}, (of_layers, of_rest), value
 
 
@@ -556,42 +528,14 @@ def shard(mesh: Mesh, spec: PartitionSpec, path: Any, leaf: Any) -> NamedShardin
     return NamedSharding(mesh, PartitionSpec(*stacked, *spec) if spec else spec)
 
 
-def count_kernels(text: str) -> int:
-    """Return how many kernels of the package a program calls."""
-    calls = [line for line in text.splitlines() if " custom-call(" in line]
-    return sum(any(kind in line for kind in accelerators.KERNELS) for line in calls)
-
-
 def describe_collectives(text: str) -> str:
     """Return how many collectives a program has, and the size of their results."""
-    times: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for (kind, dtype, elements), n in collectives(text).items():
-        if elements > 1024:
-            times[kind] += n
-            sizes[kind] += n * traffic.bytes_of(f"{dtype}[{elements}]")
-    found = [f"{n} {kind} ({sizes[kind] / 1e9:.2f} GB)" for kind, n in times.items()]
+    sizes: dict[str, list[int]] = {}
+    for kind, size in traffic.collectives(text):
+        if size > 4096:
+            sizes.setdefault(kind, []).append(size)
+    found = [f"{len(x)} {kind} ({sum(x) / 1e9:.2f} GB)" for kind, x in sizes.items()]
     return ", ".join(sorted(found)) or "none"
-
-
-def collectives(program: str) -> Counter[tuple[str, str, int]]:
-    """Return how often each (kind, dtype, elements) stands in a program's text.
-
-    One that computing goes on beside is written in several pieces, on one channel.
-    """
-    found: Counter[tuple[str, str, int]] = Counter()
-    seen: set[str] = set()
-    for line in re.sub(r"/\*.*?\*/", "", program).splitlines():
-        match, channel = COLLECTIVE.search(line), CHANNEL.search(line)
-        if match is None or (channel and channel[1] in seen):
-            continue
-        seen.update(channel.groups() if channel else ())
-        arrays = ARRAY.findall(match[1])
-        # A start returns its arguments, its results, and flags.
-        for dtype, shape in arrays[1:2] if "-start(" in match[0] else arrays:
-            elements = math.prod(int(n) for n in shape.split(",") if n)
-            found[match[2], dtype, elements] += 1
-    return found
 
 
 def add_compile_ratio(rows: list[record.Row]) -> None:
@@ -609,7 +553,8 @@ def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--targets", default=",".join(TARGETS), help="some of them")
+    targets = ",".join(accelerators.TARGETS)
+    parser.add_argument("--targets", default=targets, help="some of them")
     parser.add_argument("--devices", default="1,8", help="how many")
     parser.add_argument("--layouts", default="rows", help="some, separated by ;")
     parser.add_argument("--remat", default="full", help=f"some of {', '.join(REMAT)}")
@@ -629,7 +574,7 @@ def main() -> None:
     ):
         title = f"{args.size}{', unrolled' if args.unrolled else ''}, remat {remat}"
         title += f", {args.micro} micro-batches" if args.micro > 1 else ""
-        title += f", {count} x {TARGETS[target]}"
+        title += f", {count} x {target}"
         title += f", sharded by {layout}" if count > 1 else ""
         place = mesh_of(target, count, layout)
         small = replace(size, layers=1, width=256, hidden=256, heads=2)

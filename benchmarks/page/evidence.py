@@ -7,16 +7,18 @@ The texts are beside this script: `evidence.md` of the page, `readme_figures.md`
 README's figures, and one for each page of data, which `docs/conf.py` makes with the
 site. A field in braces stands for a figure or the tables of a result:
 `{convergence.made}`, `{convergence.tables}`, `{convergence.shown[0]}` for one table,
-and for a cell `{amp[0][amp, bf16][trace]}`: the number of the table, row, column.
+and for a cell `{amp[0][amp, bf16][trace]}`: the table by its number or title, row,
+column. Results of an earlier program say so, and what they lack is "not made yet".
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import fingerprints
 import record
 from record import Record
 
@@ -39,49 +41,97 @@ MARKS = ("<!-- made by benchmarks/page/evidence.py from here -->", "<!-- to here
 Records = Mapping[str, Record]
 
 
+class NotMade:
+    """Stands for what no result of this program says; so does each part of it."""
+
+    def __getitem__(self, _: Any) -> "NotMade":
+        """Return a part."""
+        return self
+
+    def __getattr__(self, _: str) -> "NotMade":
+        """Return a part."""
+        return self
+
+    def __format__(self, _: str) -> str:
+        """Say so on the page."""
+        return "(not made yet)"
+
+
+class Fields(dict[str, Any]):
+    """What a template can name; what is missing was not made."""
+
+    def __missing__(self, _: str) -> NotMade:
+        """Return what stands for it."""
+        return NotMade()
+
+
 @dataclass(frozen=True)
 class Section:
-    """What the template can say of a record."""
+    """What the template can say of a record.
+
+    Attributes:
+        record: the record.
+        is_stale: whether an earlier program made it.
+    """
 
     record: Record
+    is_stale: bool = False
 
     @property
     def made(self) -> str:
         """By what, when and on what."""
         versions = ", ".join(f"{k} {v}" for k, v in self.record.versions.items())
         made = f"`{self.record.command}`, {self.record.date}"
-        return f"Made by {made} ({self.record.machine}; {versions})."
+        made = f"Made by {made} ({self.record.machine}; {versions})."
+        return f"{made} **Of an earlier program.**" if self.is_stale else made
 
     @property
-    def shown(self) -> list[str]:
+    def shown(self) -> Any:
         """Each table under its title, which the page's contents leave out."""
-        return [
-            f"**{title[0].upper()}{title[1:]}**\n\n{record.as_markdown(rows)}"
-            for title, rows in self.record.tables.items()
-        ]
+        return self._by_number_and_title(self._shown())
 
     @property
     def tables(self) -> str:
         """All tables."""
-        return "\n\n".join(self.shown)
+        return "\n\n".join(shown for _, shown in self._shown())
 
-    def __getitem__(self, number: int) -> dict[str, dict[str, str]]:
+    def __getitem__(self, table: int | str) -> Any:
         """Return the cells of a table by the first cell of the row, and column."""
-        rows = list(self.record.tables.values())[number]
-        return {
-            next(iter(row.values())): {
-                k: record.cell(k, v)
-                for k, v in row.items()
-                if k not in record.NOT_SHOWN
-            }
-            for row in rows
-        }
+        cells = (
+            (title, self._fields((next(iter(row.values())), self._cells(row))
+                                 for row in rows))
+            for title, rows in self.record.tables.items()
+        )  # fmt: skip
+        return self._by_number_and_title(cells)[table]
+
+    def _cells(self, row: record.Row) -> Any:
+        return self._fields(
+            (column, record.cell(column, value))
+            for column, value in row.items()
+            if column not in record.NOT_SHOWN
+        )
+
+    def _shown(self) -> Iterator[tuple[str, str]]:
+        note = " (of an earlier program)" if self.is_stale else ""
+        for title, rows in self.record.tables.items():
+            heading = f"**{title[0].upper()}{title[1:]}**{note}"
+            yield title, f"{heading}\n\n{record.as_markdown(rows)}"
+
+    def _by_number_and_title(self, pairs: Iterable[tuple[str, Any]]) -> Any:
+        pairs = list(pairs)
+        values = [value for _, value in pairs]
+        return self._fields([*enumerate(values), *pairs])
+
+    def _fields(self, pairs: Iterable[tuple[Any, Any]]) -> Any:
+        # Of results of this program, a name that is missing is a mistake.
+        return Fields(pairs) if self.is_stale else dict(pairs)
 
 
 def render(template: str, records: Records) -> str:
     """Return the page: the template with its fields filled in."""
-    sections = {name: Section(each) for name, each in records.items()}
-    return template.format(**sections, **figures(records))
+    stale = fingerprints.stale(records)
+    sections = {name: Section(each, name in stale) for name, each in records.items()}
+    return template.format_map(Fields(sections | figures(records)))
 
 
 def write_data(folder: Path) -> None:
@@ -171,8 +221,12 @@ def main() -> None:
     if plots is None:
         parser.exit(1, "No plots: matplotlib is not installed.\n")
     IMAGES.mkdir(exist_ok=True)
-    for name in plots.PLOTS:
-        print(plots.draw(name, records, IMAGES))
+    stale = fingerprints.stale(records)
+    for name, plot in plots.PLOTS.items():
+        if old := stale.keys() & set(plot.records):
+            print(f"{name} is not drawn: {', '.join(old)} are of an earlier program")
+        else:
+            print(plots.draw(name, records, IMAGES))
 
 
 if __name__ == "__main__":

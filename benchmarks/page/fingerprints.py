@@ -25,23 +25,23 @@ ADAMW = optax.adamw(1e-3)
 # The form, the words of tables that mean it, its functions, and an optimizer.
 FORMS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "masters": (
-        "masters|FullCopy|mixed_precision|5.1 bytes|compact",
-        "mixed_precision FullCopy take_step",
+        "masters|FullCopy|mixed_precision|compact",
+        "mixed_precision FullCopy",
         lambda mp: mp.mixed_precision(ADAMW),
     ),
     "Split": (
-        "Split|5.1 bytes|compact",
-        "mixed_precision Split take_step",
+        "Split|compact",
+        "mixed_precision Split",
         lambda mp: mp.mixed_precision(ADAMW, storage=mp.Split(8)),
     ),
     "low-bit state": (
-        "8-bit (state|moments)|16-bit moments|[45].1 bytes|compact|low_bit_state",
-        "low_bit_state take_step",
+        "8-bit (state|moments)|16-bit moments|compact|low_bit_state",
+        "low_bit_state",
         lambda mp: mp.low_bit_state(ADAMW),
     ),
     "stochastic rounding": (
-        "stochastic rounding|4.1 bytes",
-        "stochastic_rounding take_step",
+        "stochastic rounding",
+        "stochastic_rounding",
         lambda mp: mp.stochastic_rounding(ADAMW),
     ),
     "loss scale": (
@@ -120,7 +120,8 @@ def stale(records: Mapping[str, record.Record]) -> dict[str, str]:
     now, times, how = fingerprints(), record.run_times(), {}
     for name, found in records.items():
         before = found.fingerprints or {}
-        forms = [x for x in forms_in(found.tables) if before.get(x) != now.get(x)]
+        names = dict.fromkeys([*before, *forms_in(found.tables)])
+        forms = [x for x in names if before.get(x) != now.get(x)]
         if forms:
             time = times.get(found.script, "time not known")
             command = f"`{found.command} --json FILE`, {time}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -16,7 +16,7 @@ Records = Mapping[str, Record]
 # found in a name give its colour, so that a form has the same in all plots.
 COLOURS = {
     "#E69F00": ("stochastic",),
-    "#CC79A7": ("8-bit", "5.1 bytes", "compact"),
+    "#CC79A7": ("8-bit", "compact"),
     "#009E73": ("Split", "split"),
     "#D55E00": ("plain bf16", "plain optax, bfloat16", "plain optax on bfloat16"),
     "#56B4E9": ("loss scale",),
@@ -156,12 +156,12 @@ def draw_gradient_release(figure: Any, records: Records) -> None:
     """What a training step holds, from the first layer to the optimizer's step."""
     (rows,) = records["training_step_release"].tables.values()
     panels = figure.subplots(1, 2, sharey=True)
-    for panel, form in zip(panels, ("masters", "5.1 bytes"), strict=True):
-        for way, name in (("take_step", "separate step"), ("release", "released")):
-            (row,) = (x for x in rows if x["step"] == f"{form} unclipped, {way}")
+    for panel, form in zip(panels, ("masters", "compact"), strict=True):
+        for end, name in (("", "separate step"), (", release", "released")):
+            (row,) = (x for x in rows if x["step"] == f"{form} unclipped{end}")
             weights = row["gradients GB"] / 2  # of which the record has float32 ones
             held, color = row["state GB"] + weights, RELEASED[name]
-            of_layers = weights * (1 if way == "take_step" else 1 / LAYERS)
+            of_layers = weights * (1 / LAYERS if end else 1)
             points = timeline(held, row["peak GB"], of_layers)
             panel.plot(*zip(*points, strict=True), color=color, label=name)
             panel.text(1.1, row["peak GB"], f"{row['peak GB']:.1f}", color=color)
@@ -193,24 +193,36 @@ def timeline(held: float, peak: float, gradients: float) -> list[tuple[float, fl
     ]
 
 
-Draw = Callable[[Any, Records], None]
-# Name of the image: (inches high, what draws it); all are 7 inches wide.
-PLOTS: dict[str, tuple[float, Draw]] = {
-    "stall": (3.2, draw_stall),
-    "width": (3.0, draw_width),
-    "finetune": (3.8, draw_finetune),
-    "language": (3.0, draw_language),
-    "gradient_release": (3.0, draw_gradient_release),
+class Plot(NamedTuple):
+    """An image, 7 inches wide.
+
+    Attributes:
+        height: in inches.
+        draw: draws it.
+        records: the names of the results that it shows.
+    """
+
+    height: float
+    draw: Callable[[Any, Records], None]
+    records: tuple[str, ...]
+
+
+PLOTS = {
+    "stall": Plot(3.2, draw_stall, ("stall", "demo_rates")),
+    "width": Plot(3.0, draw_width, ("width",)),
+    "finetune": Plot(3.8, draw_finetune, ("finetune",)),
+    "language": Plot(3.0, draw_language, tuple(LONG_RUNS)),
+    "gradient_release": Plot(3.0, draw_gradient_release, ("training_step_release",)),
 }
 
 
 def draw(name: str, records: Records, folder: Path) -> Path:
     """Draw one plot; return where it is."""
-    height, draw_in = PLOTS[name]
+    plot = PLOTS[name]
     path = folder / f"{name}.png"
     with matplotlib.rc_context({"font.size": 9, "axes.titlesize": 9}):
-        figure = Figure(figsize=(7, height), layout="constrained")
-        draw_in(figure, records)
+        figure = Figure(figsize=(7, plot.height), layout="constrained")
+        plot.draw(figure, records)
         # No version of matplotlib in the file.
         figure.savefig(path, dpi=200, metadata={"Software": None})
     return path

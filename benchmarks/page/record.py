@@ -45,13 +45,14 @@ FORMATS = {
 }
 # Times that no record has: results from before times were kept, or none at all.
 ABOUT = {
-    "accelerators": "about 40 min",
+    "accelerators": "about 5 h",
     "convergence": "about 90 min",
     "evidence": "20 s",
     "finetune": "about 60 min",
     "host_memory": "about 15 min",
     "language": "about 5 h",
     "on_device": "up to 9 min",
+    "rates": "about 20 min",
     "training_step": "30 min each",
     "walk": "10 s",
 }
@@ -187,6 +188,12 @@ def finish(
     now = forms.fingerprints()
     made = {name: now[name] for name in forms.forms_in(tables)}
     write(path, Record(date, machine, versions, this_command(), tables, seconds, made))
+
+
+def installed(packages: Sequence[str]) -> list[str]:
+    """Return which of these packages are here."""
+    found = {each.metadata["Name"].lower() for each in metadata.distributions()}
+    return [name for name in packages if name in found]
 
 
 def commit() -> dict[str, str]:

@@ -20,7 +20,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import metadata
 from typing import Any
 from unittest import mock
 
@@ -309,9 +308,6 @@ def unwrapped(tx: Any) -> Any:
 ADAMS: dict[str, Callable[[], Adam]] = {
     "optax, float32": lambda: optax_adam(unwrapped),
     "low_bit_state, 8 bits": lambda: optax_adam(optax_mp.low_bit_state),
-    "low_bit_state, 8 bits, no column scales": lambda: optax_adam(
-        lambda tx: optax_mp.low_bit_state(tx, column_scales=False)
-    ),
     "low_bit_state, 16 bits": lambda: optax_adam(
         lambda tx: optax_mp.low_bit_state(tx, bits=16)
     ),
@@ -393,13 +389,8 @@ def main() -> None:
     for title, compare in TABLES.items():
         tables[title] = compare()
         print(f"\n### {title}\n\n{record.as_markdown(tables[title])}", flush=True)
-    record.finish(args.json, tables, record.machine_of(jax.devices()), installed())
-
-
-def installed() -> list[str]:
-    """Return the packages that are here."""
-    found = {each.metadata["Name"].lower() for each in metadata.distributions()}
-    return [name for name in PACKAGES if name in found]
+    packages = record.installed(PACKAGES)
+    record.finish(args.json, tables, record.machine_of(jax.devices()), packages)
 
 
 if __name__ == "__main__":

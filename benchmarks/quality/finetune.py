@@ -1,6 +1,7 @@
 """Fine-tuning at a learning rate that falls to 1e-6, in all forms, paired with float32.
 
     python benchmarks finetune                 # the forms, five seeds
+    python benchmarks finetune --constant 1e-6 # at a small rate from the first step on
     python benchmarks finetune --ablations     # each protection taken away
     python benchmarks finetune --only "plain bf16" --json FILE
 
@@ -13,23 +14,20 @@ Runs that FILE holds are not repeated.
 """
 
 import argparse
-import contextlib
 import hashlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import record
-from jax import lax
 from optax.contrib import muon
 from scipy import stats
 from the_demo import (
@@ -49,7 +47,6 @@ from the_demo import (
 )
 
 import optax_mp
-from optax_mp.compact import _blocks
 
 CONTEXT = 32
 PRETRAINING = Settings(steps=4000, context=CONTEXT, batch_size=16)
@@ -72,18 +69,16 @@ Wrapper = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 
 @dataclass(frozen=True)
 class Run:
-    """A form, what it is compared with, and what of the package it replaces.
+    """A form, and what it is compared with.
 
     Attributes:
         form: dtype, optimizer's wrapper, and gradients.
         against: the form that keeps the protection that this one lacks.
-        patches: names in modules of the package, with what stands in for them.
         inner: makes the optimizer that the form wraps.
     """
 
     form: Form
     against: str = "float32"
-    patches: dict[str, Any] = field(default_factory=dict)
     inner: Callable[[Settings], optax.GradientTransformation] | None = None
 
 
@@ -142,38 +137,23 @@ def clipped_before(loss: LossFunction) -> Any:
     return value_and_grad
 
 
-def linear_codes(
-    blocks: Any, values: Any, inverse: Any, largest_square: Any, key: Any
-) -> jax.Array:
-    """Return codes in proportion to values, not to their roots."""
-    shares = lax.abs(lax.mul(values, blocks.spread(inverse)))
-    values = lax.mul(values, lax.min(shares, np.float32(1)))
-    return CODES_OF(blocks, values, inverse, largest_square, key)
+def moments_to_nearest(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Return `inner` on masters, with its state in bfloat16, rounded to nearest."""
+
+    def init(params: optax.Params) -> Any:
+        return optax_mp.cast_floating(inner.init(params), jnp.bfloat16)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        state = optax_mp.cast_floating(state, jnp.float32)
+        updates, state = inner.update(grads, state, params)
+        return updates, optax_mp.cast_floating(state, jnp.bfloat16)
+
+    return optax_mp.mixed_precision(optax.GradientTransformation(init, update))
 
 
-def linear_round(squares: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Return roots, rounded to one of their neighbours, right on average."""
-    roots = lax.sqrt(squares)
-    if key is None:
-        return lax.round(roots, lax.RoundingMethod.TO_NEAREST_EVEN)
-    return lax.floor(lax.add(roots, _blocks.uniform_numbers(roots.shape, key)))
-
-
-def linear_values(blocks: Any, codes: Any, scales: Any, unit: Any) -> jax.Array:
-    """Return the values of such codes; `unit` is one over the largest code."""
-    return codes * unit * blocks.spread(scales.astype(jnp.float32))
-
-
-CODES_OF = _blocks._codes_of
-LINEAR = {
-    "optax_mp.compact._blocks._codes_of": linear_codes,
-    "optax_mp.compact._blocks._round_roots": linear_round,
-    "optax_mp.compact._blocks._values_of": linear_values,
-}
-# Blocks of the size that is asked for, which several devices may cut.
-UNCUT = {"optax_mp.compact._blocks._size_along": min}
 SPLIT8, SPLIT16, FULL = optax_mp.Split(8), optax_mp.Split(16), optax_mp.FullCopy()
-WHOLE_AXIS = 2**16
 
 
 def bf16(name: str, wrap: Wrapper, **settings: Any) -> Run:
@@ -197,25 +177,12 @@ FORMS = (
     f16("f16, loss scale", scaled, optax_mp.value_and_grad),
     Run(Form("amp bf16", "float32", value_and_grad=with_amp(jnp.bfloat16))),
 )
-MUON_16 = "Muon, momentum in 16 bits"
+MUON = "Muon, momentum in float32"
 UNPROTECTED = (
     bf16("compact, nearest codes", masters(SPLIT8, seed=None), against="compact"),
-    bf16("compact, no square root", compact, against="compact", patches=LINEAR),
-    bf16(
-        "compact, blocks of 128",
-        masters(SPLIT8, block_size=128),
-        against="compact",
-        patches=UNCUT,
-    ),
-    bf16(
-        "compact, a scale for each row",
-        masters(SPLIT8, block_size=WHOLE_AXIS),
-        against="compact",
-        patches=UNCUT,
-    ),
     bf16(
         "masters, bf16 moments, nearest",
-        masters(FULL, dtype=jnp.bfloat16, seed=None),
+        moments_to_nearest,
         against="masters, FullCopy",
     ),
     f16(
@@ -237,13 +204,8 @@ UNPROTECTED = (
         optax_mp.value_and_grad,
         against="f16, loss scale",
     ),
-    bf16(
-        MUON_16,
-        masters(SPLIT8, product_bits=16),
-        against=MUON_16,
-        inner=clipped_muon,
-    ),
-    bf16("Muon, compact", compact, against=MUON_16, inner=clipped_muon),
+    bf16(MUON, masters(SPLIT8), against=MUON, inner=clipped_muon),
+    bf16("Muon, compact", compact, against=MUON, inner=clipped_muon),
 )
 
 
@@ -286,17 +248,6 @@ def pretrained(settings: Settings) -> optax.Params:
     # In two programs: within one, XLA may drop the rounding.
     low = optax_mp.cast_floating(treedef.unflatten(leaves), jnp.bfloat16)
     return optax_mp.cast_floating(low, jnp.float32)
-
-
-@contextlib.contextmanager
-def replaced(patches: dict[str, Any]) -> Iterator[None]:
-    """Put these in place of names of the package; nothing compiled before is used."""
-    with contextlib.ExitStack() as stack:
-        for name, value in patches.items():
-            stack.enter_context(mock.patch(name, value))
-        jax.clear_caches()
-        yield
-    jax.clear_caches()
 
 
 def fine_tune(run: Run, settings: Settings, start: optax.Params, row: Any) -> Any:
@@ -431,10 +382,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=FINE_TUNING.steps)
     parser.add_argument("--seeds", type=int, nargs="+", default=FINE_TUNING.seeds)
     parser.add_argument("--ablations", action="store_true", help="instead of the forms")
+    parser.add_argument(
+        "--constant", type=float, metavar="RATE", help="the rate after its warm-up"
+    )
     parser.add_argument("--only", nargs="+", help="forms by their names")
     record.add_option(parser)
     args = parser.parse_args()
     settings = replace(FINE_TUNING, steps=args.steps, seeds=tuple(args.seeds))
+    if args.constant is not None:
+        rates = ("peak_learning_rate", "final_learning_rate")
+        settings = replace(settings, **dict.fromkeys(rates, args.constant))
     start = pretrained(replace(PRETRAINING, steps=2 * args.steps))
     title = ABLATIONS if args.ablations else HELD_OUT
     rows, tables = read_rows(args.json, title), {}
@@ -447,8 +404,7 @@ def main() -> None:
     for run in runs:
         name, began = run.form.name, time.perf_counter()
         if name not in rows or not {*settings.seeds} <= {*rows[name]["seeds"]}:
-            with replaced(run.patches):
-                rows[name] = fine_tune(run, settings, start, rows.get(name))
+            rows[name] = fine_tune(run, settings, start, rows.get(name))
             print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
         tables = ablations_of(rows, forms) if args.ablations else tables_of(rows)
         record.finish(args.json, tables, record.machine_of(jax.devices()))

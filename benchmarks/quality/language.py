@@ -3,12 +3,21 @@
     python benchmarks language --minutes 60     # a piece; again until all is trained
     python benchmarks language --json FILE      # the tables of what is trained
     python benchmarks language --task nanogpt --seeds 0 1 --minutes 60 --json FILE
+    python benchmarks language --task zipf --forms float32 compact --minutes 60
 
-The tasks: ten million weights on the standard library of the Python that runs this; and
-the run that nanoGPT's README has for a CPU, with its sizes and its AdamW, on the demo's
-novel. AdamW, clipping, warm-up, cosine; a seed sets the first weights and the batches,
-the same for all forms. A piece ends after its minutes, or when it is killed. The next
-one goes on from the last checkpoint, by Orbax.
+The tasks:
+
+- library: ten million weights on the standard library of the Python that runs this.
+- nanogpt: the run that nanoGPT's README has for a CPU, with its sizes and its AdamW, on
+  the demo's novel.
+- muon: the same by Muon, with updates as large as AdamW's.
+- zipf: a smaller model over 50,000 tokens, which are made, as frequent as Zipf's law
+  says. Embedding and head are nearly all of its weights, and few of their rows are seen
+  often.
+
+Clipping, warm-up, cosine; a seed sets the first weights and the batches, the same for
+all forms. A piece ends after its minutes, or when it is killed. The next one goes on
+from the last checkpoint, by Orbax.
 
 `MARGIN` was written here before the first run: a form is equal to float32 if their
 held-out losses differ by no more. An interval that contains the margin is undecided.
@@ -20,6 +29,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,19 +37,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import record
 from finetune import (
-    FULL,
     GATES,
     POINTS,
     SPLIT8,
-    Wrapper,
     at_gates,
     clipped_adamw,
+    clipped_muon,
     half_width,
     interval,
-    masters,
+    moments_to_nearest,
     signs,
 )
 from the_demo import (
@@ -76,29 +86,33 @@ NANOGPT = Settings(
     peak_learning_rate=1e-3,
     final_learning_rate=1e-4,
 )
+ZIPF = Settings(
+    steps=480,
+    width=128,  # the least with which a head has lines of its own
+    layer_count=2,
+    head_count=4,
+    context=64,
+    batch_size=8,
+    peak_learning_rate=3e-3,
+    final_learning_rate=3e-5,
+)
+VOCABULARY = 50_000
 FOLDER = Path(__file__).parents[2] / "build" / "language"
 
 
-def compact(**settings: Any) -> Wrapper:
-    """Return the compact form; without settings it is the default."""
-    return lambda inner: optax_mp.mixed_precision(
-        optax_mp.low_bit_state(inner, **settings), storage=SPLIT8
-    )
+def compact(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return the compact form, with its default settings."""
+    return optax_mp.mixed_precision(optax_mp.low_bit_state(inner), storage=SPLIT8)
 
 
 FORMS = [
     Form("float32", "float32"),
     Form("plain bf16", "bfloat16"),
     Form("masters", "bfloat16", optax_mp.mixed_precision),
-    Form(
-        "masters, bf16 moments to nearest",
-        "bfloat16",
-        masters(FULL, dtype=jnp.bfloat16, seed=None),
-    ),
+    Form("masters, bf16 moments to nearest", "bfloat16", moments_to_nearest),
     Form("stochastic rounding", "bfloat16", optax_mp.stochastic_rounding),
     Form("f16, loss scale", "float16", scaled, optax_mp.value_and_grad),
-    Form("compact, no column scales", "bfloat16", compact(column_scales=False)),
-    Form("compact", "bfloat16", compact()),
+    Form("compact", "bfloat16", compact),
 ]
 FORMS = {form.name: form for form in FORMS}
 
@@ -126,6 +140,64 @@ def read_library(context: int, windows: int = 64) -> tuple[np.ndarray, np.ndarra
     return text, held_out[starts[:, None] + np.arange(context + 1)]
 
 
+def make_text(context: int, windows: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens by Zipf's law, and windows of them that are held out.
+
+    With a chance of one half, a token is the successor of the one before, which is
+    about as frequent: so there is something to learn of each token, rare or not.
+    """
+    random = np.random.default_rng(0)
+    shares = 1 / np.arange(1.0, VOCABULARY + 1)
+    text = random.choice(VOCABULARY, size=1_000_000, p=shares / shares.sum())
+    ranks = np.arange(VOCABULARY).reshape(-1, 10)
+    after = random.permuted(ranks, axis=1).ravel()
+    follows = random.random(text.size) < 0.5
+    for i in np.flatnonzero(follows[1:]) + 1:
+        text[i] = after[text[i - 1]]
+    text, held_out = np.split(text.astype(np.int32), [text.size - text.size // 10])
+    starts = np.linspace(0, held_out.size - context - 1, windows).astype(int)
+    return text, held_out[starts[:, None] + np.arange(context + 1)]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        settings: the sizes and the rates.
+        read: returns the text and windows that are held out, for a length of context.
+        inner: makes the optimizer that the forms wrap.
+        forms: the names of the forms.
+        init: makes the first params.
+    """
+
+    settings: Settings
+    read: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    inner: Callable[[Settings], optax.GradientTransformation]
+    forms: tuple[str, ...]
+    init: Callable[[jax.Array, Settings], Any] = init_params
+
+
+def init_wide(key: jax.Array, settings: Settings) -> Any:
+    """Return first params, with an embedding and a head over the made tokens."""
+    width, keys = settings.width, jax.random.split(jax.random.fold_in(key, 1))
+    return init_params(key, settings) | {
+        "characters": jax.random.normal(keys[0], (VOCABULARY, width)),
+        "logits": jax.random.normal(keys[1], (width, VOCABULARY)) * width**-0.5,
+    }
+
+
+IN_SHORT = ("float32", "masters", "compact", "plain bf16")  # In this order.
+TASKS = {
+    "library": Task(SETTINGS, read_library, clipped_adamw, IN_SHORT),
+    "nanogpt": Task(
+        NANOGPT, read_corpus, partial(clipped_adamw, b2=0.99), tuple(FORMS)
+    ),
+    "muon": Task(NANOGPT, read_corpus, clipped_muon, IN_SHORT),
+    "zipf": Task(ZIPF, make_text, clipped_adamw, IN_SHORT, init_wide),
+}
+
+
 class Run:
     """The training of one form from one seed, in pieces.
 
@@ -133,17 +205,10 @@ class Run:
         row: what is known of it: steps made, curve, held-out losses by window.
     """
 
-    def __init__(
-        self,
-        form: Form,
-        settings: Settings,
-        folder: Path,
-        seed: int = 0,
-        inner: Callable[..., Any] = clipped_adamw,
-    ) -> None:
+    def __init__(self, form: Form, task: Task, folder: Path, seed: int = 0) -> None:
         """Take up the last checkpoint, if there is one."""
-        self.settings = settings
-        tx = form.wrap(inner(settings))
+        self.settings = settings = task.settings
+        tx = form.wrap(task.inner(settings))
         loss = make_loss(settings, form.dtype)
         steps = make_steps(form.value_and_grad(loss), tx, settings)
         self._train = jax.jit(steps, donate_argnums=(0, 1))
@@ -158,7 +223,7 @@ class Run:
         )
         # Cast between two programs: within one, XLA may drop the rounding.
         self._seed = 2 * seed
-        params = init_params(jax.random.key(self._seed), settings)
+        params = task.init(jax.random.key(self._seed), settings)
         params = optax_mp.cast_floating(params, form.dtype)
         self.trained = params, jax.jit(tx.init)(params)
         size = sum(x.nbytes for x in jax.tree.leaves(self.trained))
@@ -245,29 +310,22 @@ def above(gaps: np.ndarray, curve_gaps: np.ndarray) -> record.Row:
     }
 
 
-LIBRARY_FORMS = ("float32", "masters", "compact", "plain bf16")  # In this order.
-# The settings, the text with held-out windows, the optimizer, and the forms.
-TASKS = {
-    "library": (SETTINGS, read_library, clipped_adamw, LIBRARY_FORMS),
-    "nanogpt": (NANOGPT, read_corpus, partial(clipped_adamw, b2=0.99), tuple(FORMS)),
-}
-
-
 def main() -> None:
     """Read the options, train for a while, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TASKS, default="library")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, help="others than its own")
     parser.add_argument("--minutes", type=float, default=0.0, help="of this piece")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     record.add_option(parser)
     args = parser.parse_args()
     until = time.time() + 60 * args.minutes
-    settings, read, inner, forms = TASKS[args.task]
-    text, held_out = map(jnp.asarray, read(settings.context))
+    task = TASKS[args.task]
+    text, held_out = map(jnp.asarray, task.read(task.settings.context))
     rows = []
     for seed in args.seeds:
-        for form in forms:
-            run = Run(FORMS[form], settings, FOLDER / args.task, seed, inner)
+        for form in args.forms or task.forms:
+            run = Run(FORMS[form], task, FOLDER / args.task, seed)
             run.advance(text, held_out, until)
             rows.append(run.row)
     tables = tables_of(rows)

@@ -31,14 +31,19 @@ from the_demo import Settings, drawer, init_params, make_loss, read_corpus
 import optax_mp
 
 SEEDS, STEPS, BASE, INPUTS, OUTPUTS = 3, 150, 64, 64, 16
-COMPARED = "masters", "Split(16)", "Split(8)", "8-bit state", "5.1 bytes"
-# How each makes its optimizer, with the dtypes of params and gradients. The first is
-# what the others are compared with.
+COMPARED = (
+    "masters",
+    "Split(16)",
+    "Split(8)",
+    "8-bit state",
+    "compact",
+    "stochastic rounding, 8-bit state",
+)
+# The first is what the others are compared with.
 FORMS = {
     "float32": forms.FORMS["float32"],
-    "plain bf16": (forms.adamw, forms.BF16, forms.BF16, 0),
+    "plain bf16": forms.Form(forms.adamw),
     **{name: forms.FORMS[name] for name in COMPARED},
-    "stochastic rounding, 8-bit state": forms.FORMS["stochastic rounding"],
 }
 
 
@@ -78,10 +83,11 @@ def transformer(width: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 MODELS = {"MLP": (mlp, [64, 256, 1024]), "transformer": (transformer, [64, 128, 256])}
 
 
-def ends(model: Callable[..., Any], width: int, form: Any, steps: int) -> np.ndarray:
+def ends(
+    model: Callable[..., Any], width: int, form: forms.Form, steps: int
+) -> np.ndarray:
     """Return the weights, as the model multiplies them: a row for each seed."""
-    make, dtype, grad_dtype, _ = form
-    tx = make()
+    tx = form.make()
     init, loss = model(width)
 
     def factor(path: Any, x: jax.Array) -> float:
@@ -97,7 +103,7 @@ def ends(model: Callable[..., Any], width: int, form: Any, steps: int) -> np.nda
         params["out" if "out" in params else "logits"] *= (BASE / width) ** 0.5
         # In the same values for all forms.
         params = optax_mp.cast_floating(params, jnp.bfloat16)
-        params = optax_mp.cast_floating(params, dtype)
+        params = optax_mp.cast_floating(params, form.param_dtype)
 
         def wide(params: Any) -> Any:
             params = optax_mp.cast_floating(params, jnp.float32)
@@ -107,7 +113,7 @@ def ends(model: Callable[..., Any], width: int, form: Any, steps: int) -> np.nda
             params, state = carry
             batch = jax.random.fold_in(keys[1], number)
             grads = jax.grad(lambda params: loss(wide(params), batch))(params)
-            grads = optax_mp.cast_floating(grads, grad_dtype)
+            grads = optax_mp.cast_floating(grads, form.grad_dtype)
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), None
 

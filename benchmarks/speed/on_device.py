@@ -8,9 +8,7 @@ Where torch, flashoptim or flashoptim-jax is installed, its optimizers are timed
 well.
 
 - Time per step of AdamW, all arrays on the device: plain optax, masters by hand, every
-  form by `tx.update` and by `take_step`. "GB/s" is the least traffic over the time.
-- Kernels against XLA: elements that differ after two steps from random codes, bit by
-  bit with products that no compiler contracts, and how many are far as it is used.
+  form, and the compact form by hand. "GB/s" is the least traffic over the time.
 - A small transformer, trained from the same weights in float32, bf16, f16 with a loss
   scale and with a compact state: losses and time per step.
 - `offload`: what its step moves between host and device, against the bus alone.
@@ -42,21 +40,22 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import optimizer_step  # noqa: E402
 import record  # noqa: E402
-from jax.experimental import pallas as pl  # noqa: E402
 
 import optax_mp  # noqa: E402
-from optax_mp._take_step import bind_step  # noqa: E402
-from optax_mp.engine import (  # noqa: E402
-    _kernels,
-    _layout,
-    _proof,
-    _tailwise,
-)
-from optax_mp.engine._by_platform import Target  # noqa: E402
 
-PACKED = ("Split(16)", "Split(8)", "8-bit state", "5.1 bytes",
-          "5.1 bytes, loss scale", "stochastic rounding")  # fmt: skip
-STEPPED = ("float32", "masters", "loss scale", *PACKED)
+STEPPED = (
+    "float32",
+    "masters",
+    "loss scale",
+    "Split(16)",
+    "Split(8)",
+    "8-bit state",
+    "compact",
+    "compact, clipped",
+    "compact, loss scale",
+    "stochastic rounding, 8-bit state",
+    "by hand, clipped",
+)
 
 
 @dataclass(frozen=True)
@@ -129,34 +128,34 @@ class Run:
 # Time per step
 
 
-def contenders() -> dict[str, tuple[optimizer_step.Contender, float]]:
+def contenders(scale: Scale) -> dict[str, tuple[optimizer_step.Contender, float]]:
     """Return ways to take a step of AdamW, and the bytes per weight at the least."""
     bf16 = jnp.dtype(jnp.bfloat16)
     by_hand = optimizer_step.hand_written("", bf16, bf16)
     plain = optimizer_step.from_transform("", bf16, bf16, forms.adamw())
     found = {"plain optax, bf16": (plain, 14.0), "masters by hand": (by_hand, 28.0)}
-    for form in STEPPED:
-        tx, least = forms.FORMS[form][0](), forms.FORMS[form][-1]
-        ways = {"tx.update": forms.by_optax(tx), "take_step": forms.in_one_pass(tx)}
-        for way, step in ways.items():
-            found[f"{form}, {way}"] = contender(form, tx.init, step), least
+    for name in STEPPED:
+        form = forms.FORMS[name]
+        found[name] = contender(form, form.make()), form.limit(scale.shapes)
     with contextlib.suppress(ImportError):
         make = importlib.import_module("flashoptim_jax").flash_adamw
         flash = make(learning_rate=1e-3, weight_decay=1e-4)
-        found["flashoptim-jax"] = contender("masters", flash.init, flash.step), 12.0
+        found["flashoptim-jax"] = (
+            optimizer_step.Contender(
+                "flashoptim-jax", bf16, bf16, flash.init,
+                lambda grads, params, state: flash.step(params, state, grads),
+            ),
+            12.0,
+        )  # fmt: skip
     return found
 
 
-def contender(form: str, init: Any, step: Any) -> optimizer_step.Contender:
-    """Return a way to take a step, with params and gradients in a form's dtypes."""
-
-    def with_grads_first(grads: Any, params: Any, state: Any) -> Any:
-        return step(params, state, grads)
-
-    _, *dtypes, _ = forms.FORMS[form]
-    return optimizer_step.Contender(
-        form, *map(jnp.dtype, dtypes), init, with_grads_first
-    )
+def contender(
+    form: forms.Form, tx: optax.GradientTransformation
+) -> optimizer_step.Contender:
+    """Return the step of a transformation, in a form's dtypes."""
+    dtypes = jnp.dtype(form.param_dtype), jnp.dtype(form.grad_dtype)
+    return optimizer_step.from_transform("", *dtypes, tx)
 
 
 def time_step(
@@ -212,56 +211,6 @@ def time_torch(scale: Scale, name: str, dtype: str, least: float) -> record.Row:
     return figures(scale, seconds[1:], least) | {"compile s": 0.0}
 
 
-# Kernels
-
-
-def compare_kernels(scale: Scale, form: str) -> record.Row:
-    """Return in how many elements a form's kernels differ from XLA, bit by bit.
-
-    It is what a first step compares: see `optax_mp/engine/_proof.py`. On a CPU,
-    Pallas interprets the kernels of a GPU.
-    """
-    (device,) = jax.local_devices()[:1]
-    platform = {"gpu": "cuda", "cpu": "cuda"}.get(device.platform, device.platform)
-    kernels = _kernels.kernels_for(Target(platform, kind=device.device_kind))
-    if isinstance(kernels, str):
-        raise RuntimeError(f"no kernels: {kernels}")
-    if device.platform == "cpu":
-        pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
-    row: record.Row = {"kernels": 0}
-    found: list[_proof.Compared] = []
-    for tail in tails_of(form, (scale.side, scale.side)):
-        part = _layout.Part.of(tail, (), {})
-        if tail.obstacle or kernels.obstacle(tail, part):
-            continue
-        row["kernels"] += 1
-        found += _proof.compare(kernels, tail, part, device)
-    for dtype in dict.fromkeys(want.dtype for want, *_ in found):
-        of_dtype = [x for x in found if x[0].dtype == dtype]
-        size = sum(want.size for want, *_ in of_dtype)
-        for i, least, name in ((1, 0, "differing"), (2, _proof.NEAR, "far as used")):
-            count = sum((_proof.distance(x[0], x[i]) > least).sum() for x in of_dtype)
-            row[f"{dtype} {name}"] = f"{count:,} of {size:,}"
-    first = next(filter(None, map(_proof.first_difference, found)), "none")
-    return row | {"first": first}
-
-
-def tails_of(form: str, shape: tuple[int, ...]) -> list[Any]:
-    """Return the elementwise tails of a step of one leaf."""
-    make, *dtypes, _ = forms.FORMS[form]
-    tx, found = make(), []
-    params, grads = ({"w": jax.ShapeDtypeStruct(shape, x)} for x in dtypes)
-
-    def trace(*args: Any) -> None:
-        step, inputs, kept, *_ = bind_step("", tx, *args, None, {})
-        traced, obstacle = _tailwise.trace_step(step, inputs, kept)
-        assert traced is not None, obstacle
-        found.extend(traced.tails)
-
-    jax.eval_shape(trace, grads, jax.eval_shape(tx.init, params), params)
-    return found
-
-
 # Training
 
 
@@ -287,7 +236,7 @@ TRAININGS = {
     "f16, loss scale": Training(
         "float16", "float16", lambda tx: forms.scaled(forms.masters(tx))
     ),
-    "bf16, 5.1 bytes": Training(forms.BF16, forms.BF16, forms.compact),
+    "bf16, compact": Training(forms.BF16, forms.BF16, forms.compact),
 }
 
 
@@ -317,8 +266,7 @@ def train(scale: Scale, way: Training) -> record.Row:
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         value, grads = optax_mp.value_and_grad(loss)(state, params, tokens)
-        params, state = optax_mp.take_step(tx, grads, state, params)
-        return params, state, value
+        return *forms.by_optax(tx)(params, state, grads), value
 
     every, losses = batches(size), []
     for i in range(scale.training_steps):
@@ -362,8 +310,8 @@ def time_bus(scale: Scale) -> record.Row:
 
 def time_offload(scale: Scale, form: str) -> record.Row:
     """Return the time of a step whose state is on the host, and what that moves."""
-    tx = optax_mp.offload(forms.FORMS[form][0]())
-    entry = contender(form, tx.init, forms.in_one_pass(tx))
+    bare = forms.FORMS[form]
+    entry = contender(bare, optax_mp.offload(bare.make()))
     running = optimizer_step.Running.start(entry, scale.shapes)
     on_host = [
         x.nbytes
@@ -383,14 +331,12 @@ def time_offload(scale: Scale, form: str) -> record.Row:
 
 def measure(run: Run) -> None:
     """Measure everything, what matters most first."""
-    for form in PACKED:
-        run.add("kernels against XLA, two steps", form, compare_kernels, form)
-    for name, (entry, least) in contenders().items():
+    for name, (entry, least) in contenders(run.scale).items():
         run.add("time of a step of AdamW", name, time_step, entry, least)
     for name, way in TRAININGS.items():
         run.add("training", name, train, way)
     run.add("host memory", "the bus alone", time_bus)
-    for form in ("masters", "5.1 bytes"):
+    for form in ("masters", "compact"):
         run.add("host memory", f"offload, {form}", time_offload, form)
     for name, dtype, least in OF_TORCH:
         title = f"{name}, {dtype}"

@@ -2,9 +2,8 @@
 
     python benchmarks walk    # a Markdown table; fails above a limit
 
-AdamW for two leaves, traced once before; with low-bit state, traced and lowered. Calls
-and modules are this package's, in the first row optax's. Comprehensions do not count:
-from Python 3.12 on they are no calls.
+AdamW for two leaves, traced once before. Calls and modules are this package's, in the
+first row optax's. Comprehensions do not count: from Python 3.12 on they are no calls.
 """
 
 import collections
@@ -25,13 +24,12 @@ _ROOTS = {
     "optax": str(Path(optax.__file__).parent),
     "optax_mp": str(Path(optax_mp.__file__).parent),
 }
-# What is traced, and for which platform it is lowered: the most calls and modules.
-LIMITS: dict[tuple[str, str | None], tuple[int, int]] = {
-    ("float32", None): (41, 7),
-    ("masters", None): (100, 10),
-    ("loss scale", None): (300, 15),
-    ("5.1 bytes", "tpu"): (6000, 28),
-    ("5.1 bytes", "cpu"): (2500, 26),
+# A form: the most calls and modules.
+LIMITS = {
+    "float32": (41, 7),
+    "masters": (100, 10),
+    "loss scale": (300, 15),
+    "compact": (250, 17),
 }
 _INLINED = "<listcomp>", "<setcomp>", "<dictcomp>"
 
@@ -54,28 +52,16 @@ def calls_of(step: Callable[[], Any]) -> collections.Counter[tuple[str, str]]:
     return counts
 
 
-def walk_of(
-    form: str, platform: str | None = None
-) -> collections.Counter[tuple[str, str]]:
-    """Return the functions that one update of a form calls.
-
-    Args:
-        form: the form.
-        platform: what its step is lowered for; None for a trace of the update.
-    """
-    make, param_dtype, grad_dtype, _ = forms.FORMS[form]
-    tx = make()
-    side = 64 if platform is None else 256  # of leaves that have kernels, or wait
-    params = {name: jnp.ones((side, side), param_dtype) for name in ("a", "b")}
+def walk_of(name: str) -> collections.Counter[tuple[str, str]]:
+    """Return the functions that one update of a form calls."""
+    form = forms.FORMS[name]
+    tx = form.make()
+    params = {name: jnp.ones((64, 64), form.param_dtype) for name in ("a", "b")}
     state = tx.init(params)
-    grads = jax.tree.map(lambda p: p.astype(grad_dtype), params)
+    grads = jax.tree.map(lambda p: p.astype(form.grad_dtype), params)
 
     def trace() -> Any:
-        if platform is None:
-            return jax.make_jaxpr(lambda *args: tx.update(*args))(grads, state, params)
-        step = jax.jit(lambda *args: optax_mp.take_step(tx, *args))
-        traced = step.trace(grads, state, params)
-        return traced.lower(lowering_platforms=(platform,))
+        return jax.make_jaxpr(lambda *args: tx.update(*args))(grads, state, params)
 
     trace()  # JAX's own caches are filled
     return calls_of(trace)
@@ -84,13 +70,13 @@ def walk_of(
 def table() -> list[record.Row]:
     """Return a row for each of the limits."""
     rows: list[record.Row] = []
-    for (form, platform), (most_calls, most_modules) in LIMITS.items():
-        counts = walk_of(form, platform)
+    for form, (most_calls, most_modules) in LIMITS.items():
+        counts = walk_of(form)
         root = _ROOTS["optax" if form == "float32" else "optax_mp"] + "/"
         own = {key: n for key, n in counts.items() if key[0].startswith(root)}
         rows.append(
             {
-                "update of two leaves": f"{form}, {platform}" if platform else form,
+                "update of two leaves": form,
                 "calls": sum(own.values()),
                 "at most": most_calls,
                 "modules": len({file for file, _ in own}),

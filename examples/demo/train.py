@@ -19,7 +19,7 @@ STEPS_PER_CALL = 25
 
 
 def compact(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `inner` with 8-bit moments, on masters of 24 bits: the 5.1-byte form.
+    """Return `inner` with 8-bit moments, on masters of 24 bits: the compact form.
 
     The default `min_size` is for larger models. This one includes all matrices of the
     demo's model, and excludes its norms.

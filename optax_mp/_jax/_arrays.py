@@ -1,4 +1,4 @@
-"""One array: is it traced, how is it sharded, and which memory is it in?
+"""One array: is it traced, how is it sharded, in which memory, and computed how often?
 
 From JAX 0.10 on the type shows the memory, the device's or the host's, everywhere.
 """
@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from optax_mp._jax._contact import varying_axes
+from optax_mp._jax._experimental import experimental
 
 # The names of the mesh axes that one axis of an array is sharded over.
 MeshAxes = tuple[str, ...]
@@ -46,15 +47,6 @@ def is_traced(x: Any) -> bool:
 def has_tracers(tree: Any) -> bool:
     """Return whether any leaf of a pytree is a tracer."""
     return any(map(is_traced, jax.tree.leaves(tree)))
-
-
-def split_traced(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the extra arguments of an update that are traced, and the others.
-
-    Concrete values stay concrete: a rule may use them in an `if`.
-    """
-    traced = {name: x for name, x in args.items() if has_tracers(x)}
-    return traced, {name: x for name, x in args.items() if name not in traced}
 
 
 def compiles() -> bool:
@@ -88,10 +80,14 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
     return jax.typeof(x).sharding if all(n == 1 for n in hidden) else None
 
 
-def is_partitioned(x: Any) -> bool:
-    """Return whether `x` is on several devices, and XLA decides what each computes."""
+def has_untold_ranks(x: Any) -> bool:
+    """Return whether `x` may differ among ranks of `shard_map` without its type.
+
+    That is so with `check_vma=False`, where the types of all arrays are silent.
+    """
     mesh = mesh_in_type(x)
-    return any(n > 1 and axis not in mesh.manual_axes for axis, n in mesh.shape.items())
+    names = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
+    return any(not varying_axes(lax.axis_index(name)) for name in names)
 
 
 def mesh_in_type(x: Any) -> Any:
@@ -124,14 +120,6 @@ def is_stored_on_host(x: Any) -> bool:
 def is_host_type(aval: Any) -> bool:
     """Return whether arrays of a type are in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
-
-
-def bytes_on_device(aval: Any) -> int:
-    """Return how many bytes an array takes on the device.
-
-    Low-bit codes become numbers of 32 bits there.
-    """
-    return aval.size * max(4, aval.dtype.itemsize)
 
 
 def to_host(x: jax.Array) -> jax.Array:
@@ -175,12 +163,6 @@ def with_memory_of(tree: Any, like: Any) -> Any:
     return jax.tree.map(put, tree, like)
 
 
-def moves_memory(device_put: Any) -> bool:
-    """Return whether a `device_put` only moves an array between host and device."""
-    target, *others = device_put.params["devices"]
-    return KNOWS_MEMORIES and not others and isinstance(target, jax.memory.Space)
-
-
 def place_like(leaf: jax.Array, like: jax.Array) -> jax.Array:
     """Return `leaf`, sharded like another array of its shape: by its type, or a hint.
 
@@ -197,13 +179,13 @@ def place_like(leaf: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Return `x`, not sharded along `axis` unless each part has whole blocks.
+    """Return `x`, not sharded along `axis` unless each part has whole groups.
 
-    If the type of an array has its sharding, JAX refuses to reshape it into blocks that
-    lie on several devices.
+    If the type of an array has its sharding, JAX refuses to reshape it into groups of
+    neighbours that lie on several devices.
     """
     sharding = sharding_in_type(x)
-    if sharding is None or fits_blocks(sharding, axis, x.shape[axis], size):
+    if sharding is None or fits_groups(sharding, axis, x.shape[axis], size):
         return x
     entries = entries_of(sharding.spec, x.ndim)
     entries[axis] = None
@@ -247,8 +229,8 @@ def shard_count(mesh: Any, names: MeshAxes) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def fits_blocks(sharding: NamedSharding, axis: int, length: int, size: int) -> bool:
-    """Return whether each device has whole blocks of an array's axis."""
+def fits_groups(sharding: NamedSharding, axis: int, length: int, size: int) -> bool:
+    """Return whether each device has whole groups of an array's axis."""
     devices = shard_count(sharding.mesh, axis_names(sharding.spec, axis))
     return devices == 1 or length % (devices * size) == 0
 
@@ -279,3 +261,35 @@ _place_like.def_abstract_eval(_hand_on)
 mlir.register_lowering(_place_like, mlir.lower_fun(_lowered))
 ad.primitive_jvps[_place_like] = lambda xs, dots: (_place_like.bind(*xs), dots)
 batching.primitive_batchers[_place_like] = lambda xs, axes: (xs, axes)
+
+
+def computed_once(x: jax.Array) -> jax.Array:
+    """Return `x`, which XLA for CPUs then computes once for all that reads it.
+
+    It computes each result of a program in a loop of its own, and `x` again in each,
+    with a product and a sum contracted in one and not in another. What belongs together
+    would be made of several `x`, a last place apart. Not a barrier: XLA removes those
+    before it decides what to compute where.
+    """
+    return _computed_once.bind(x)
+
+
+_computed_once = Primitive("optax_mp_computed_once")
+_identity = jax.jit(lambda x: x)
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    with experimental("xla_metadata").set_xla_metadata(inlineable="false"):
+        return _identity(x)
+
+
+_lowered_for_cpus = mlir.lower_fun(_apart, multiple_results=False)
+_computed_once.def_impl(lambda x: x)
+_computed_once.def_abstract_eval(lambda aval: aval)
+mlir.register_lowering(_computed_once, lambda _, x: [x])
+mlir.register_lowering(_computed_once, _lowered_for_cpus, platform="cpu")
+ad.deflinear2(_computed_once, lambda cotangent, _: [cotangent])
+batching.primitive_batchers[_computed_once] = lambda xs, axes: (
+    _computed_once.bind(*xs),
+    axes[0],
+)

@@ -14,12 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from optax_mp._warnings import warn
 
 # The names and texts. Later versions of JAX say `manual_axis_type`, earlier ones `vma`.
-_SETTINGS = "in_shardings", "out_shardings", "in_layouts", "out_layouts"
 _VARYING = "manual_axis_type", "vma"
 _TRANSPOSE, _SOURCE = "transpose", "func_src_info"
 _CARRY_ERROR = "carry input and carry output must have equal", "dtypes do not match"
@@ -88,53 +87,12 @@ def _about_arguments(ask: Ask) -> bool:
 @tried(
     _about_arguments,
     False,
-    "low-bit steps have no kernels, and `jax.jit(tx.init)` may put the state on "
-    "every device: pass `out_shardings=state_shardings(tx, params)`",
+    "`release_gradients` fails, and `jax.jit(tx.init)` may put the state on every "
+    "device: pass `out_shardings=state_shardings(tx, params)`",
 )
 def is_traced_by_jit(x: Any) -> bool:
     """Return whether `x` is traced by `jit` only, and not by `vmap` or `grad`."""
     return type(x) is _class_in_jit()
-
-
-def _effects(function: Callable[[], Any]) -> set[Any]:
-    return jax.make_jaxpr(function, axis_env=[("i", 1)])().effects
-
-
-@functools.cache
-def _class_of_axis() -> type:
-    (effect,) = _effects(lambda: lax.axis_index("i"))
-    return type(effect)
-
-
-@tried(
-    lambda ask: all(map(ask, _effects(lambda: jax.debug.print("")))),
-    True,
-    "low-bit steps within `shard_map` have no kernels",
-)
-def is_seen(effect: Any) -> bool:
-    """Return whether an effect is more than to read the name of an axis of a mesh."""
-    return type(effect) is not _class_of_axis()
-
-
-def _call(**settings: Any) -> Any:
-    return jax.make_jaxpr(jax.jit(lambda x: x, **settings))(1.0).eqns[0]
-
-
-@functools.cache
-def _unspecified() -> set[type]:
-    return {type(x) for name in _SETTINGS for x in _call().params[name]}
-
-
-def _about_calls(ask: Ask) -> bool:
-    placed = NamedSharding(MESH, PartitionSpec())
-    return ask(_call()) and not ask(_call(in_shardings=placed))
-
-
-@tried(_about_calls, False, "low-bit steps have no kernels")
-def is_plain_call(equation: Any) -> bool:
-    """Return whether a call, of `jit` or not, asks for no sharding and no layout."""
-    settings = [x for name in _SETTINGS for x in equation.params.get(name, ())]
-    return _unspecified().issuperset(map(type, settings))
 
 
 def _about_ranks(ask: Ask) -> bool:
@@ -149,12 +107,6 @@ def _about_ranks(ask: Ask) -> bool:
     return found == [{"a"}, set()]
 
 
-def _varying(aval: Any) -> dict[str, Any]:
-    """Return the axes that arrays of a type vary over, by JAX's name for these."""
-    found = {name: getattr(aval, name, None) for name in reversed(_VARYING)}
-    return dict([x for x in found.items() if x[1] is not None][-1:])
-
-
 @tried(
     _about_ranks,
     frozenset(),
@@ -163,13 +115,9 @@ def _varying(aval: Any) -> dict[str, Any]:
 )
 def varying_axes(x: Any) -> frozenset[Any]:
     """Return the axes of shard_map that `x` differs over, by its type."""
-    axes = _varying(getattr(x, "aval", None)).values()
-    return frozenset().union(*(getattr(x, "varying", x) for x in axes))
-
-
-def result_like(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return the description of a kernel's result: the type of a value, and a shape."""
-    return jax.ShapeDtypeStruct(shape, aval.dtype, **_varying(aval))
+    found = (getattr(getattr(x, "aval", None), name, None) for name in _VARYING)
+    axes = next((axes for axes in found if axes is not None), ())
+    return frozenset(getattr(axes, "varying", axes))
 
 
 def _about_a_gradient(ask: Ask) -> bool:

@@ -18,8 +18,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, jaxprs_within
 
 T = TypeVar("T")
-# The call that is an optimizer's step; see `optax_mp.engine`.
-STEP = "optax_mp_step"
 
 
 @dataclass(frozen=True)
@@ -272,7 +270,7 @@ def _manual_axes(params: dict[str, Any]) -> set[Any]:
 _KEEPS_RULE = ("custom_vmap_call", "linear_call")
 # From JAX 0.12 on, a `closed_call` is an `eval_jaxpr`. A `remat_opt` is the forward
 # rule of a custom_vjp with `optimize_remat`.
-_INLINED = ("closed_call", "eval_jaxpr", "call", "remat_opt", STEP)
+_INLINED = ("closed_call", "eval_jaxpr", "call", "remat_opt")
 # Calls that change nothing, but for shardings that a `jit` may ask for.
 PLAIN_CALLS = frozenset(["jit", *_INLINED])
 # An `xla_metadata_call` is of `scheduling_group`.

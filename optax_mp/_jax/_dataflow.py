@@ -1,7 +1,7 @@
 """How the inputs of a jaxpr reach its outputs, array by array.
 
 `depending_outputs` says that an output depends on an input. A `Flow` says how: whether
-the input fades on the way, as in an average, and whether its entries arrive unchanged.
+the input fades on the way, as in an average, and whether a root is taken of it.
 An `Origin` says which groups of inputs a value is computed from, and what joined them.
 `derivative_calls` says how often functions with a derivative rule get an input.
 `asked_shardings` returns the shardings that a function asks for its outputs.
@@ -161,23 +161,24 @@ class Flow(NamedTuple):
         reached_by: every input that the value depends on.
         decayed: those multiplied on the way by a constant smaller than 1, as the old
             value of a moving average is.
-        copied: variables with entries that arrive unchanged.
-        concatenated: those whose entries arrive unchanged beside entries of others.
         multiplied: those that go through a matrix product.
         factored: those that go through a factorization or a solver.
         terms: the value is a sum of multiples of these variables, entry by entry.
         rooted: those that are terms of a value whose root is taken.
+        subtracted: those that a term is made smaller by, and does not depend on itself.
+        differences: pairs of a term of a value whose root is taken, and another
+            variable that is subtracted from it.
         shrinks: whether the value itself is a constant smaller than 1.
     """
 
     reached_by: frozenset[int] = _NONE
     decayed: frozenset[int] = _NONE
-    copied: frozenset[int] = _NONE
-    concatenated: frozenset[int] = _NONE
     multiplied: frozenset[int] = _NONE
     factored: frozenset[int] = _NONE
     terms: frozenset[int] = _NONE
     rooted: frozenset[int] = _NONE
+    subtracted: frozenset[int] = _NONE
+    differences: frozenset[tuple[int, int]] = frozenset()
     shrinks: bool = False
 
 
@@ -189,17 +190,28 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
         inputs: for each input of `jaxpr`, the inputs of an outer jaxpr that reach it;
             by default, only itself.
     """
-    inputs = inputs or [
-        _without_scalars(Flow(x, copied=x, terms=x), var)
-        for i, var in enumerate(open_jaxpr(jaxpr)[0].invars)
-        if (x := frozenset({i}))
-    ]
+    inputs = inputs or own_flows(jaxpr)
 
     def results(equation: Equation, inputs: list[Flow]) -> list[Flow]:
         outputs = _results(equation, inputs)
         return list(map(_without_scalars, outputs, equation.outvars))
 
     return follow(jaxpr, inputs, results, _constant)
+
+
+def own_flows(jaxpr: AnyJaxpr, shrinking: Collection[int] = ()) -> list[Flow]:
+    """Return the flows of the inputs of `jaxpr`, each of which is only itself.
+
+    Args:
+        jaxpr: the jaxpr.
+        shrinking: the inputs that are known to be smaller than 1, by their indices.
+    """
+    variables = open_jaxpr(jaxpr)[0].invars
+    sets = (frozenset({i}) for i in range(len(variables)))
+    return [
+        _without_scalars(Flow(x, terms=x, shrinks=i in shrinking), variable)
+        for i, (x, variable) in enumerate(zip(sets, variables, strict=True))
+    ]
 
 
 def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
@@ -216,11 +228,21 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
         return inputs if name in HANDS_ON else inputs[:1] * count
     union = union_of(inputs)
     if name in JOINS:
-        return [union._replace(concatenated=union.copied)]
+        return [union]
     terms = _terms(name, inputs)
-    result = union._replace(copied=_NONE, concatenated=_NONE, terms=terms)
+    subtracted = union.subtracted if terms else _NONE
+    if name == "sub":
+        subtracted |= inputs[1].reached_by - inputs[0].reached_by
+    result = union._replace(terms=terms, subtracted=subtracted)
     if name in _ROOTS and not _is_integer(equation.invars[-1]):
-        return [result._replace(rooted=result.rooted | inputs[0].terms)]
+        below = inputs[0]
+        pairs = {(x, y) for x in below.terms for y in below.subtracted if x != y}
+        return [
+            result._replace(
+                rooted=result.rooted | below.terms,
+                differences=result.differences | pairs,
+            )
+        ]
     if is_product(equation):
         return [result._replace(multiplied=union.reached_by)] * count
     if name in FACTORIZATIONS:
@@ -234,7 +256,10 @@ def _terms(name: str, inputs: list[Flow]) -> frozenset[int]:
     """Return the inputs whose multiples an operation adds up to its result."""
     first = inputs[0].terms if inputs else _NONE
     match name:
-        case "add" | "add_any" | "sub" | "max" | "min":
+        case "add" | "add_any" | "sub":
+            return first | inputs[1].terms
+        # A maximum with a constant says nothing of the sign of what is below it.
+        case "max" | "min" if first and inputs[1].terms:
             return first | inputs[1].terms
         case "mul":  # a square is not negative, whatever is squared
             return first ^ inputs[1].terms

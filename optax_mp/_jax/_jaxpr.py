@@ -5,7 +5,7 @@ inside.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.errors import ConcretizationTypeError, TracerArrayConversionError
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.extend.core import primitives as _primitives
@@ -95,6 +94,8 @@ def bind(
 def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]:
     """Return the outputs of `jaxpr` for `args`.
 
+    Each equation runs with its own named scopes, source line and configuration.
+
     Args:
         jaxpr: the jaxpr.
         args: the values of its inputs.
@@ -103,52 +104,21 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
     jaxpr, consts = open_jaxpr(jaxpr)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
-    run_equations([(x, x.invars, x.outvars) for x in jaxpr.eqns], values, run)
+    with locations() as located:
+        for equation in jaxpr.eqns:
+            # Not in a function: this runs for every equation of every traced step.
+            inputs = [
+                x.val if isinstance(x, Literal) else values[x] for x in equation.invars
+            ]
+            with located(equation):
+                made = run(equation, inputs)
+            values.update(zip(equation.outvars, made, strict=True))
     # A literal is a plain number, but the outputs are arrays.
     outvars: Any = jaxpr.outvars
     return [
         jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
         for atom in outvars
     ]
-
-
-def run_equations(
-    equations: Iterable[tuple[Equation, Sequence[Any], Sequence[Any]]],
-    values: MutableMapping[Any, Any],
-    run: Run = bind,
-) -> None:
-    """Evaluate equations, in order; add their outputs to `values`.
-
-    Each runs with its own named scopes, source line and configuration.
-
-    Args:
-        equations: each with its inputs, which are literals or keys of `values`, and the
-            keys of its outputs.
-        values: what is known.
-        run: returns the outputs of an equation, from the equation and its inputs.
-    """
-    with locations() as located:
-        for equation, atoms, outputs in equations:
-            # Not in a function: this runs for every equation of every traced step.
-            inputs = [x.val if isinstance(x, Literal) else values[x] for x in atoms]
-            with located(equation):
-                made = run(equation, inputs)
-            values.update(zip(outputs, made, strict=True))
-
-
-def groups_with_common(members: Sequence[Iterable[Any]]) -> list[list[int]]:
-    """Return groups of indices: sets with a common member are in one group."""
-    groups: dict[int, list[int]] = {}
-    all_of: dict[int, set[Any]] = {}
-    group_of: dict[Any, int] = {}
-    for i, own in enumerate(members):
-        places, together = [i], set(own)
-        for group in sorted({group_of[x] for x in together if x in group_of}):
-            places += groups.pop(group)
-            together |= all_of.pop(group)
-        groups[i], all_of[i] = sorted(places), together
-        group_of.update(dict.fromkeys(together, i))
-    return list(groups.values())
 
 
 @contextlib.contextmanager
@@ -212,10 +182,6 @@ def live_equations(jaxpr: Jaxpr) -> list[Equation]:
             live.append(equation)
             used.update(map(id, equation.invars))
     return live[::-1]
-
-
-# Raised by a function that looks at the numbers of its arrays.
-NOT_TRACEABLE = ConcretizationTypeError, TracerArrayConversionError
 
 
 def is_dynamic(leaf: Any) -> bool:

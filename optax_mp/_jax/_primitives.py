@@ -11,21 +11,13 @@ multiplication and an addition are two FLOPs.
 import math
 from typing import Any
 
-# A primitive of this package is defined with these.
-from jax.extend.core import Primitive  # noqa: F401
-from jax.extend.mlir import ir  # noqa: F401
-from jax.interpreters import ad, batching, mlir  # noqa: F401
-
 from optax_mp._jax._jaxpr import Equation
 
 # The kinds of primitives.
 #
-# - elementwise: an element of the output depends on those at its place in the inputs.
 # - compares: elementwise, from floats to bools.
 # - moves: the output consists of entries of the first input, perhaps rounded.
-# - casts: moves, and is elementwise.
 # - repeats: moves all of them, unchanged, perhaps several times.
-# - copies: repeats, and is elementwise.
 # - hands_on: repeats; each output is the input at its place.
 # - joins: puts entries of several inputs into one array.
 # - product, factors: a matrix product or convolution of dense operands; a factorization
@@ -42,62 +34,55 @@ from optax_mp._jax._jaxpr import Equation
 #
 # - always: never negative. (NaN is not negative.)
 # - keeps: not negative if no input is.
-#
-# A star: kernels compute it on every platform, and so it may be part of the elementwise
-# end of a step. Mosaic may refuse others only when the whole program is compiled.
 _TABLE = """
-elementwise  f32         always  exp* exp2* rsqrt* cosh
-elementwise  f32         keeps   expm1* log1p* sinh asinh atan
-elementwise  f32         -       log* log2 pow* tan asin acos atan2 acosh atanh erf_inv
-elementwise  f32         -       lgamma digamma polygamma igamma igammac
-elementwise  f32_if_f16  always  square*
-elementwise  f32_if_f16  -       integer_pow* one_minus_square
-elementwise  widest      always  abs* sqrt* logistic* erfc
-elementwise  widest      keeps   add* add_any mul* div* rem* min* sign* cbrt tanh* erf
-elementwise  widest      keeps   floor* ceil* round*
-elementwise  widest      -       sub* neg* max* sin cos select_n* clamp* is_finite*
-compares     widest      -       eq* ne* lt* le* gt* ge* eq_to lt_to le_to
-elementwise  -           -       and* or* not* xor* shift_left* nextafter*
-elementwise  -           -       shift_right_logical* shift_right_arithmetic*
-elementwise  -           -       bitcast_convert_type*
-casts        -           keeps   convert_element_type* reduce_precision*
-copies       widest      keeps   copy* stop_gradient* name pvary* pcast* pbroadcast
-repeats      widest      keeps   broadcast_in_dim reshape transpose squeeze rev tile
-repeats      widest      keeps   reshard device_put sharding_constraint
-hands_on     own         keeps   optimization_barrier optax_mp_place_like
-moves        widest      keeps   slice dynamic_slice split pad
-moves        widest      -       gather
-joins        widest      keeps   concatenate dynamic_update_slice
-joins        -           -       scatter
-product      low         keeps   dot_general
-product      low         -       conv_general_dilated ragged_dot_general
-factors      -           -       cholesky eig eigh lu qr svd triangular_solve schur
-factors      -           -       householder_product geqrf geqp3
--            f32         keeps   reduce_sum reduce_prod cumsum cumprod reduce_window_sum
--            f32         -       cumlogsumexp
--            widest      keeps   reduce_max reduce_min cummax cummin psum psum_invariant
--            widest      keeps   pmax pmin ppermute all_to_all reduce_scatter all_gather
--            widest      keeps   all_gather_invariant
--            widest      -       reduce_window_max reduce_window_min argmax argmin top_k
--            widest      -       real
--            own         -       sort
--            -           always  iota
+-         f32         always  exp exp2 rsqrt cosh
+-         f32         keeps   expm1 log1p sinh asinh atan
+-         f32         -       log log2 pow tan asin acos atan2 acosh atanh erf_inv
+-         f32         -       lgamma digamma polygamma igamma igammac
+-         f32_if_f16  always  square
+-         f32_if_f16  -       integer_pow one_minus_square
+-         widest      always  abs sqrt logistic erfc
+-         widest      keeps   add add_any mul div rem min sign cbrt tanh erf
+-         widest      keeps   floor ceil round
+-         widest      -       sub neg max sin cos select_n clamp is_finite
+compares  widest      -       eq ne lt le gt ge eq_to lt_to le_to
+moves     -           keeps   convert_element_type reduce_precision
+repeats   widest      keeps   copy stop_gradient name pvary pcast pbroadcast
+repeats   widest      keeps   broadcast_in_dim reshape transpose squeeze rev tile
+repeats   widest      keeps   reshard device_put sharding_constraint
+hands_on  own         keeps   optimization_barrier optax_mp_place_like
+hands_on  own         keeps   optax_mp_computed_once
+moves     widest      keeps   slice dynamic_slice split pad
+moves     widest      -       gather
+joins     widest      keeps   concatenate dynamic_update_slice
+joins     -           -       scatter
+product   low         keeps   dot_general
+product   low         -       conv_general_dilated ragged_dot_general
+factors   -           -       cholesky eig eigh lu qr svd triangular_solve schur
+factors   -           -       householder_product geqrf geqp3
+-         f32         keeps   reduce_sum reduce_prod cumsum cumprod reduce_window_sum
+-         f32         -       cumlogsumexp
+-         widest      keeps   reduce_max reduce_min cummax cummin psum psum_invariant
+-         widest      keeps   pmax pmin ppermute all_to_all reduce_scatter all_gather
+-         widest      keeps   all_gather_invariant
+-         widest      -       reduce_window_max reduce_window_min argmax argmin top_k
+-         widest      -       real
+-         own         -       sort
+-         -           always  iota
 """
 
-_ROWS = [line.replace("*", "").split() for line in _TABLE.strip().splitlines()]
+_ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 
 
-def _with(*words: str, column: int = 0) -> frozenset[str]:
+def _with(word: str, column: int = 0) -> frozenset[str]:
     """Return the primitives with a word in a column; by default, for their kind."""
-    rows = (row for row in _ROWS if row[column] in words)
+    rows = (row for row in _ROWS if row[column] == word)
     return frozenset(name for row in rows for name in row[3:])
 
 
 COMPARISONS, HANDS_ON = _with("compares"), _with("hands_on")
-ELEMENTWISE = _with("elementwise", "casts", "copies") | COMPARISONS
-IN_KERNELS = frozenset(word[:-1] for word in _TABLE.split() if word[-1] == "*")
-REPEATS = _with("repeats", "copies") | HANDS_ON
-MOVES = _with("moves", "casts") | REPEATS
+REPEATS = _with("repeats") | HANDS_ON
+MOVES = _with("moves") | REPEATS
 JOINS, PRODUCTS, FACTORIZATIONS = map(_with, ("joins", "product", "factors"))
 NEVER_NEGATIVE, KEEPS_SIGN = _with("always", column=2), _with("keeps", column=2)
 # How amp treats a primitive by default. Those not listed run as written.

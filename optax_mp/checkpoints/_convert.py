@@ -10,8 +10,8 @@ import optax
 
 from optax_mp._jax._arrays import is_on_host, to_device_tree, to_host, with_memory_of
 from optax_mp._jax._jaxpr import TracedCall
-from optax_mp.compact import LowBitState, StochasticRoundingState
-from optax_mp.compact._blocks import dequantize, quantize
+from optax_mp.compact import LowBitState, Quantized, StochasticRoundingState
+from optax_mp.compact._codes import decode, encode
 from optax_mp.masters import Storage
 from optax_mp.masters._access import (
     check_param_is_rounded,
@@ -20,11 +20,15 @@ from optax_mp.masters._access import (
     put_beside,
     read_arguments,
 )
-from optax_mp.masters._storage import AverageState, MixedPrecisionState, storage_of
+from optax_mp.masters._storage import (
+    AverageState,
+    MixedPrecisionState,
+    counter_of,
+    storage_of,
+)
 from optax_mp.masters._transform import follow_edits
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.trees._leaves import Leaves, is_absent
-from optax_mp.trees._quantized import Quantized
 from optax_mp.trees._states import find_states, map_states
 from optax_mp.trees._tree import PyTree, cast_floating, copy_shared, is_floating, spell
 from optax_mp.wrappers._inner import as_transformation
@@ -103,6 +107,8 @@ def convert_opt_state(
     opt_state, params, leaves = read_arguments(opt_state, params, _CALLER, names)
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
+    for _, state in find_states(opt_state, MixedPrecisionState):
+        counter_of(state, _CALLER)
     _check_made_by(opt_state, from_tx, params)
     kept = {kind: [x for _, x in find_states(opt_state, kind)] for kind in _WRAPPERS}
     has_masters = bool(kept[MixedPrecisionState])
@@ -171,7 +177,7 @@ def _unwrap(state: optax.OptState) -> PyTree:
     def unwrap(node: Any) -> Any:
         if not isinstance(node, Quantized):
             return node.inner_state
-        return with_memory_of(dequantize(to_device_tree(node)), node.codes)
+        return with_memory_of(decode(to_device_tree(node)), node.codes)
 
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 
@@ -190,6 +196,7 @@ class _Wrappers:
         self._starts = Leaves.of(weights, caller=_CALLER).values
         self._averages: list[list[Any]] = [[] for _ in leaves.values]
         self._exact: list[list[Any]] = [[] for _ in leaves.values]
+        self._counts: list[Any] = [None for _ in leaves.values]
         for state in kept[AverageState]:
             average = leaves.match(state.average, "the average in `opt_state`")
             for i, x in _present(average):
@@ -205,13 +212,14 @@ class _Wrappers:
                     followed = follow_edits(master, param)
                     exact = jnp.array_equal(followed, master, equal_nan=True)
                 self._exact[i].append(exact)
+                self._counts[i] = state.step_count
 
     def fields_for(self, node: Any) -> Any:
         """Return a new wrapper's state with the run's fields."""
         if isinstance(node, AverageState):
             return self._with_average(node)
         if isinstance(node, MixedPrecisionState):
-            return self._with_flag(node)
+            return self._with_own_fields(node)
         for kind, states in self._kept.items():
             if isinstance(node, kind) and states:
                 # Of the new type, which may say other settings.
@@ -231,14 +239,22 @@ class _Wrappers:
         average = jax.tree.unflatten(jax.tree.structure(state.average), values)
         return state._replace(average=average, step_count=count)
 
-    def _with_flag(self, state: MixedPrecisionState) -> MixedPrecisionState:
-        """Return a state whose `last_exact` holds for all of its params."""
+    def _with_own_fields(self, state: MixedPrecisionState) -> MixedPrecisionState:
+        """Return a state whose `last_exact` holds for all of its params.
+
+        And which goes on with the run's random numbers.
+        """
         stored = self._leaves.match_subtrees(state.master_params, "the masters")
-        flags = [flag for i, _ in _present(stored) for flag in self._exact[i]]
-        if state.last_exact is None or not flags:
-            return state
-        last_exact = jnp.array(to_device_tree(flags)).all()
-        return state._replace(last_exact=with_memory_of(last_exact, state.last_exact))
+        present = [i for i, _ in _present(stored)]
+        flags = [flag for i in present for flag in self._exact[i]]
+        if state.last_exact is not None and flags:
+            last_exact = jnp.array(to_device_tree(flags)).all()
+            last_exact = with_memory_of(last_exact, state.last_exact)
+            state = state._replace(last_exact=last_exact)
+        counts = [self._counts[i] for i in present if self._counts[i] is not None]
+        if state.step_count is not None and counts:
+            state = state._replace(step_count=counts[0])
+        return state
 
 
 def _present(values: list[Any]) -> list[tuple[int, Any]]:
@@ -257,7 +273,7 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: _Wrappers) -> PyTre
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
-            codes = quantize(to_device_tree(next(values)), to_device_tree(node), None)
+            codes = encode(to_device_tree(next(values)), to_device_tree(node), None)
             return with_memory_of(codes, node)
         if not isinstance(node, _WRAPPERS):
             # `map` visits leaves in the order that `values` are in.

@@ -10,12 +10,12 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import at_least_float32, check_available, floating_dtype
-from optax_mp._warnings import count_event
-from optax_mp.compact._random_numbers import (
+from optax_mp._random_numbers import (
     check_seed,
     round_stochastically,
     rounding_keys,
 )
+from optax_mp._warnings import count_event
 from optax_mp.trees._tree import PyTree, all_finite, describe, is_floating, spell
 from optax_mp.wrappers._mistakes import check_bool
 

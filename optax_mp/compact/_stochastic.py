@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._dtypes import bits
-from optax_mp._warnings import warn
-from optax_mp.compact._random_numbers import (
+from optax_mp._random_numbers import (
     check_seed,
     round_stochastically,
     rounding_keys,
 )
+from optax_mp._warnings import warn
 from optax_mp.scaling._unscale import is_unmarked
 from optax_mp.trees._descriptions import place_like_params
 from optax_mp.trees._leaves import Leaves
@@ -152,7 +152,7 @@ def stochastic_rounding(
 
         return choose_step(is_unmarked(updates, extra_args), step, state, extra_args)
 
-    return Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=True)
+    return Transformation.of(_CALLER, init_fn, update_fn)
 
 
 # So that params of one shape and dtype are traced once.

@@ -8,6 +8,5 @@ which says how a state should be sharded.
 `sum_gradients` (`_sum.py`) adds gradients in float32 that are sent in 16 bits, under
 `shard_map`; `zero1` does the same with sharded arrays.
 
-`offload` (`_offload.py`) keeps the state of an optimizer in host memory; `engine/`
-takes the step from there.
+`offload` (`_offload.py`) keeps the state of an optimizer in host memory.
 """

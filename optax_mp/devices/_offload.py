@@ -1,41 +1,35 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._arrays import (
     HOST_KIND,
     KNOWS_MEMORIES,
-    bytes_on_device,
     compiles,
     has_tracers,
     is_on_host,
     is_traced,
     kinds_of_memory,
-    split_traced,
+    reshard_like,
+    to_device,
     to_host,
     with_explicit_memory_kind,
 )
-from optax_mp._jax._jaxpr import NOT_TRACEABLE, TracedCall
+from optax_mp._jax._contact import varying_axes
+from optax_mp._jax._jaxpr import TracedCall, is_dynamic
 from optax_mp._warnings import warn
-from optax_mp.devices._shardings import like_params
-from optax_mp.trees._descriptions import place_like_params, spread_shardings
+from optax_mp.trees._descriptions import place_like_params
 from optax_mp.trees._tree import copy_shared, describe, is_array, spell
-from optax_mp.wrappers._context import (
-    Choice,
-    Plan,
-    Transformation,
-    context_of,
-    with_context,
-    without_context,
-)
-from optax_mp.wrappers._inner import as_transformation
+from optax_mp.wrappers._choose import select
+from optax_mp.wrappers._context import Choice, Transformation, context_of
+from optax_mp.wrappers._inner import as_transformation, update_inner
 from optax_mp.wrappers._mistakes import check_whole_number
 
 _CALLER = "offload"
@@ -45,24 +39,21 @@ def offload(
     inner: optax.GradientTransformation,
     *,
     memory_kind: str | None = "pinned_host",
-    chunk_bytes: int = 2**26,
     min_size: int = 2**16,
-    param_shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the large arrays of an optimizer's state in the memory of the host.
 
-    The device then holds params, gradients, and a part of the state at a time.
-    Elementwise rules run chunk by chunk: a chunk is copied to the device, updated, and
-    copied back. If a rule needs a whole array, as Muon's products and the norms of LAMB
-    do, that leaf is copied whole. The results are `inner`'s own, except that
-    XLA may contract the same operations differently. The structure of the state is the
-    same as without `offload`.
+    Between steps the device then holds only params and small arrays. A step copies the
+    state to the device, updates it there, and copies it back. The device needs room for
+    all of it at the end of the step, when the activations are freed, and XLA may hold
+    the old and the new state at once. So this saves memory where activations are far
+    larger than the state. The results are those of `inner`, and the state has the same
+    structure.
 
     - Put it around all other transformations:
       `offload(dynamic_loss_scale(mixed_precision(tx)))`. A loss scale around `offload`
-      gives the same numbers, but its unscaled gradients are whole float32 arrays on
-      the device. `optax.MultiSteps` around it does not compile for TPUs, because it
-      chooses between whole arrays in host memory.
+      gives the same numbers. `optax.MultiSteps` around it does not compile for TPUs,
+      because it chooses between whole arrays in host memory.
     - Put the whole step into one `jax.jit`, and donate the params and the state:
       otherwise each step copies all of the state within host memory. The step must
       return them in the order it takes them. JAX matches outputs with donated
@@ -71,30 +62,15 @@ def offload(
     - If you pass `out_shardings` for the state, give them its `memory_kind`. Otherwise
       the state moves to the device; with a `SingleDeviceSharding` even without a
       warning. `memory_report` of the new state shows it.
-    - A step that a loss scale directly around `offload` skips copies nothing. With a
-      chain or `MultiSteps` of optax between the two, it copies all of the state.
-    - `take_step` steps the params chunk by chunk as well, and makes no updates, unless
-      a transform of optax is around `offload`.
     - L-BFGS needs `jax.value_and_grad` in the step: JAX cannot run
       `optax.value_and_grad_from_state`, which reads gradients in host memory.
     - There is no `jax.vmap` of, and no gradient through, a step with arrays in host
       memory: JAX has no rules for them.
-    - Under `jit`, params that are sharded over several devices need `param_shardings`
-      for chunks; without it each leaf is copied as a whole. With explicit sharding,
-      within `jax.shard_map` and within `zero1` nothing is needed.
 
     Args:
         inner: any optax optimizer or chain.
         memory_kind: `"pinned_host"`; with None, `offload` has no effect.
-        chunk_bytes: how many bytes of the state are on the device at a time. Codes
-            count as numbers of 32 bits, which they become there. In a step a chunk is
-            of one param, and XLA may copy a second chunk meanwhile; in `init` it is one
-            or several whole arrays.
         min_size: arrays with fewer elements stay on the device.
-        param_shardings: how the params are sharded under `jit`: a tree of shardings
-            like the params, or a prefix of one, such as
-            `jax.tree.map(lambda p: p.sharding, params)`. The state of a param must be
-            sharded as the param is, as `init` makes it.
 
     Returns:
         The transformation.
@@ -127,11 +103,21 @@ def offload(
     """
     inner = as_transformation(inner, _CALLER)
     min_size = check_whole_number("offload: `min_size`", min_size)
-    chunk_bytes = check_whole_number("offload: `chunk_bytes`", chunk_bytes)
     if memory_kind is None:
         return inner
-    check_kind(memory_kind, _CALLER)
-    plan = Plan(min_size, chunk_bytes)
+    _check_kind(memory_kind)
+
+    def init_fn(params: optax.Params) -> Any:
+        _check_memory_of(params)
+
+        def init_on_host(params: optax.Params) -> Any:
+            return on_host(place_like_params(inner.init(params), params), min_size)
+
+        # One program of `jit` puts counts on the mesh of the params, where a step
+        # returns them: it would be compiled once more for its second call.
+        state = TracedCall.of(init_on_host, params).run()
+        # `jit` does not copy arrays that it hands on as they are.
+        return copy_shared(jax.tree.map(with_explicit_memory_kind, state), params)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -143,59 +129,40 @@ def offload(
             )
             given = (updates, state, params), extra_args
             return TracedCall.of(lambda x: update_fn(*x[0], **x[1]), given).run()
-        from optax_mp.engine import run_on_device, step_from_host
-
         _warn_if_on_device(state, min_size)
-        context = context_of(extra_args)
-        traced, known = split_traced(without_context(extra_args))
-        if isinstance(inner, Transformation):
-            known = with_context(known, is_in_take_step=True)
+        on_device = _to_device(state, updates)
+        args = updates, on_device, params
+        updates, new = update_inner(inner, _CALLER, *args, **extra_args)
+        if jax.tree.structure(new) == jax.tree.structure(state):
+            move_back = partial(_move_back, context_of(extra_args).proceed)
+            new = jax.tree.map(move_back, new, on_device, state)
+        return updates, on_host(new, min_size)
 
-        def step(given: Any, kept: Any) -> tuple[Any, Any]:
-            grads, params, traced = given
-            return inner.update(grads, kept, params, **traced, **known)
-
-        def step_between(given: Any, kept: Any, proceed: Choice = True) -> Any:
-            updates, new = run_on_device(step, given, kept, proceed)
-            return updates, on_host(new, min_size)
-
-        given, state = (updates, params, traced), on_host(state, min_size)
-        if context.is_in_take_step:
-            return run_on_device(step, given, state, context.proceed)
-        parts = context.part_shardings
-        of_params = spread_shardings(params, param_shardings, _CALLER, parts)
-        known_plan = plan._replace(shardings=like_params(state, params, of_params))
-        result = step_from_host(step_between, given, state, known_plan, context.proceed)
-        return result or step_between(given, state, context.proceed)
-
-    init_fn = partial(_init, inner, plan)
-    made = Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=False)
-    made.offloaded = plan, param_shardings
-    return made
+    return Transformation.of(_CALLER, init_fn, update_fn)
 
 
-def check_kind(memory_kind: Any, caller: str) -> None:
+def _check_kind(memory_kind: Any) -> None:
     """Raise for an unsupported `memory_kind`."""
     if memory_kind != HOST_KIND:
         raise ValueError(
-            f"{caller}: expected `memory_kind` to be {HOST_KIND!r}, or None for no "
+            f"offload: expected `memory_kind` to be {HOST_KIND!r}, or None for no "
             f"effect, got {memory_kind!r}."
         )
     if not KNOWS_MEMORIES:
         raise RuntimeError(
-            f"{caller}: expected JAX 0.10 or later, got JAX {jax.__version__}; update "
+            f"offload: expected JAX 0.10 or later, got JAX {jax.__version__}; update "
             "JAX, or pass `memory_kind=None` for no effect."
         )
 
 
-def check_memory_of(params: Any, caller: str) -> None:
+def _check_memory_of(params: Any) -> None:
     """Raise if a param is on a device that has no memory of the host."""
     for path, leaf in tree_leaves_with_path(params):
         if isinstance(leaf, jax.Array) and not is_traced(leaf):
             device = min(leaf.devices(), key=lambda device: device.id)
             if HOST_KIND not in (kinds := kinds_of_memory(device)):
                 raise ValueError(
-                    f"{caller}: expected param {spell(path)} on a device with the "
+                    f"offload: expected param {spell(path)} on a device with the "
                     f"memory {HOST_KIND!r}, got {device} of the {device.platform!r} "
                     f"backend with {kinds}; pass `memory_kind=None` for no effect."
                 )
@@ -214,49 +181,59 @@ def on_host(state: Any, min_size: int) -> Any:
     )
 
 
-def _init(inner: Any, plan: Plan, params: Any) -> Any:
-    """Return the state of `inner` with its large arrays in host memory.
+def _to_device(state: Any, updates: Any) -> Any:
+    """Return a state on the device, copied there once the gradients are known.
 
-    They are computed a few at a time, so that the device never holds all of them.
+    XLA copies as early as it can, and all of the state would be on the device beside
+    the activations: for 8 layers of 4096 x 4096 on a TPU v5e, 3.3 GiB in place of 2.5.
     """
-    check_memory_of(params, _CALLER)
-    # In one program XLA does not free an array once it is copied. For 24 leaves of 8192
-    # x 8192 on a TPU v5e it would take 2.5 GiB of temporaries for AdamW with masters,
-    # and 7.3 for compact state of 4.7 GiB; by loops of one iteration 11.8 and 13.5.
-
-    def init(params: Any) -> Any:
-        return place_like_params(inner.init(params), params)
-
-    if has_tracers(params):
-        return on_host(init(params), plan.min_size)
-    try:
-        traced = TracedCall.of(init, params)
-    except NOT_TRACEABLE:
-        # A rule that looks at the numbers of the params.
-        return on_host(inner.init(params), plan.min_size)
-    from optax_mp.engine import compute_in_groups
-
-    groups = _groups(traced.closed.out_avals, plan)
-    state = compute_in_groups(traced, groups, lambda x: on_host(x, plan.min_size))
-    state = jax.tree.map(with_explicit_memory_kind, state)
-    # `jit` does not copy arrays that it hands on as they are.
-    return copy_shared(state, params)
+    leaves, treedef = jax.tree.flatten(state)
+    places = [i for i, x in enumerate(leaves) if is_on_host(x)]
+    grads = list(filter(is_dynamic, jax.tree.leaves(updates)))
+    held = [leaves[i] for i in places]
+    _, held = lax.optimization_barrier((grads, held))
+    for i, x in zip(places, held, strict=True):
+        leaves[i] = _copied_codes(x) if x.dtype.itemsize == 1 else to_device(x)
+    return treedef.unflatten(leaves)
 
 
-def _groups(avals: Sequence[Any], plan: Plan) -> list[list[int]]:
-    """Return the outputs of `init` in groups: all small ones, then chunk by chunk."""
-    groups: list[list[int]] = [[]]
-    room = 0
-    for i, aval in enumerate(avals):
-        if not _is_misplaced(aval, plan.min_size):
-            groups[0].append(i)
-            continue
-        if (size := bytes_on_device(aval)) > room:
-            groups.append([])
-            room = plan.chunk_bytes
-        groups[-1].append(i)
-        room -= size
-    return groups
+def _copied_codes(x: jax.Array) -> jax.Array:
+    """Return an array of 8-bit numbers in the memory of its device.
+
+    XLA for TPUs stores them there in other tiles than on the host, and fails to compile
+    the copy ("Source and destination buffers in CopyDone", libtpu 0.0.42), except in a
+    loop. It has one round, which XLA cannot know, or it would be no loop.
+    """
+
+    def in_a_loop(x: jax.Array) -> jax.Array:
+        start = reshard_like(jnp.zeros(x.shape, x.dtype), x)
+        if axes := varying_axes(x):
+            start = lax.pcast(start, tuple(axes), to="varying")
+        rounds = lax.optimization_barrier(jnp.int32(1))
+
+        def body(k: Any, _: jax.Array) -> jax.Array:
+            return to_device(lax.optimization_barrier((k, x))[1])
+
+        return lax.fori_loop(jnp.int32(0), rounds, body, start)
+
+    return lax.platform_dependent(x, tpu=in_a_loop, default=to_device)
+
+
+def _move_back(proceed: Choice, new: Any, before: Any, old: Any) -> Any:
+    """Return a leaf of the new state, in host memory if the old one was there.
+
+    Args:
+        proceed: whether the step is taken. If not, an array in host memory stays as it
+            is here: a choice around `offload` would copy both to the device.
+        new: the leaf after the step.
+        before: the leaf that the step was given, on the device.
+        old: the same in the memory that it was in.
+    """
+    if not is_on_host(old):
+        return new
+    if new is before:
+        return old
+    return to_host(new if proceed is True else select(proceed, new, before))
 
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:

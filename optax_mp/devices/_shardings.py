@@ -33,7 +33,7 @@ def state_shardings(
     """Return how the state of `tx` should be sharded, by how the params are.
 
     Each array is sharded as its param is. So an update needs no communication, except
-    for the optimizer's own rule, such as a global norm. Block scales are sharded like
+    for the optimizer's own rule, such as a global norm. Scales are sharded like
     their codes, but not along an axis that does not divide. Arrays that belong to no
     param are replicated. The states of `zero1` and `offload` are where those put them.
 
@@ -93,17 +93,15 @@ def state_shardings(
 
 
 def like_params(
-    state: PyTree, params: PyTree, shardings: Sequence[NamedSharding | None]
+    state: PyTree, params: PyTree, shardings: Sequence[NamedSharding]
 ) -> list[NamedSharding | None]:
     """Return the sharding of its param for each array of a state with its shape.
 
     Args:
         state: the state.
         params: the params.
-        shardings: of the leaves of the params, None where not known; or empty.
+        shardings: of the leaves of the params.
     """
-    if not shardings:
-        return []
     shapes = list(map(jnp.shape, jax.tree.leaves(params)))
     both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
     return [

@@ -13,24 +13,17 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import MeshAxes, axis_names, is_on_host, shard_count
+from optax_mp._jax._arrays import MeshAxes, axis_names, shard_count
 from optax_mp._jax._jaxpr import TracedCall, is_dynamic
 from optax_mp._warnings import warn
 from optax_mp.devices._shardings import Cut, choose_cut, known_spec, like_params, shard
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
 from optax_mp.trees._descriptions import fill_spec, place_like_params
 from optax_mp.trees._leaves import Leaves, is_absent
-from optax_mp.trees._states import Path, find_owners
+from optax_mp.trees._states import find_owners
 from optax_mp.trees._tree import describe, ends_in, is_floating, spell, spread_prefix
-from optax_mp.wrappers._context import (
-    PartStep,
-    Transformation,
-    update_by_engine,
-    with_context,
-)
+from optax_mp.wrappers._context import Transformation
 from optax_mp.wrappers._inner import as_transformation, require_params, update_inner
-
-_LARGE = 2**24  # bytes
 
 
 def zero1(
@@ -44,9 +37,9 @@ def zero1(
     """Shard the state of `inner` over a mesh axis on which params are replicated.
 
     Each of N devices that hold the same params keeps and updates 1/N of masters and
-    moments. Then the params are gathered in their own dtype: 2 bytes per weight where
-    float32 updates would take 4. `take_step` takes these as they are; for `tx.update`
-    their difference from the old params must be written, read and added.
+    moments. Then the new params are gathered in their own dtype: 2 bytes per weight
+    where float32 updates would take 4. The updates are their differences from the old
+    params.
 
     Put it outermost: a transformation around it is not sharded. The state is `inner`'s,
     with other shardings: `master_params`, `loss_scale`, checkpoints and
@@ -65,8 +58,8 @@ def zero1(
     `axis`. If N does not divide any dimension of large arrays, split it into two mesh
     axes and name both: they can then cut two dimensions of one array.
 
-    `low_bit_state` gathers its codes at each step if a cut goes through its blocks. Up
-    to 8 devices cut none; for more, choose a `block_size` that divides the parts.
+    Where a cut goes through the lines of `low_bit_state` that share a scale, devices
+    send each other the largest number of their parts.
 
     With `exchange_dtype` it also sums the gradients, as `sum_gradients` does: they are
     sent in 16 bits, and added in float32 in the order of the devices. `update` then
@@ -131,31 +124,21 @@ def zero1(
         # One program, so that no device ever holds more than its part.
         return TracedCall.of(init_parts, params).run()
 
-    def in_parts(updates: Any, state: Any, params: Any, extra_args: Any) -> PartStep:
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
         cuts = _Cuts(require_params(params, "zero1"), mesh, axes, param_specs)
+        _warn_if_elsewhere(state, like_params(state, params, cuts.shardings))
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:
             extra_args = {**extra_args, "grad": cuts.cut(extra_args["grad"])}
-        if any(map(is_on_host, jax.tree.leaves(state))):
-            extra_args = with_context(extra_args, part_shardings=cuts.shardings)
-        # Under `jit` with automatic sharding no type says how arrays are cut.
-        of_state = like_params(state, params, list(cuts.shardings.values()))
-        _warn_if_elsewhere(state, of_state)
-        args = cuts.cut(updates), cuts.cut(state), cuts.cut(params), extra_args
-        update = partial(update_inner, inner, "zero1")
-        return PartStep(update, *args, of_state, cuts)
+        parts = cuts.cut(params)
+        args = cuts.cut(updates), cuts.cut(state), parts
+        changes, state = update_inner(inner, "zero1", *args, **extra_args)
+        return cuts.gather_updates(parts, changes), cuts.cut(state)
 
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        part = in_parts(updates, state, params, extra_args)
-        changes, state = update_by_engine(*part[:-2], part.shardings or ())
-        return part.cuts.gather_updates(part.params, changes), part.cuts.cut(state)
-
-    made = Transformation.around("zero1", inner, init_fn, update_fn, is_leafwise=False)
-    made.in_parts = in_parts
-    return made
+    return Transformation.of("zero1", init_fn, update_fn)
 
 
 class _Cuts:
@@ -200,15 +183,12 @@ class _Cuts:
                 )
 
     @property
-    def shardings(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
-        """The shardings of the params once they are cut, by path and shape."""
+    def shardings(self) -> list[NamedSharding]:
+        """The shardings of the params once they are cut."""
         specs = list(self.specs)
         for i, cut in self.by_param.items():
             specs[i] = fill_spec(cut.part, specs[i])
-        shardings = [NamedSharding(self.mesh, spec) for spec in specs]
-        shapes = map(jnp.shape, self.leaves.values)
-        places = zip(self.leaves.paths, shapes, strict=True)
-        return dict(zip(places, shardings, strict=True))
+        return [NamedSharding(self.mesh, spec) for spec in specs]
 
     def cut(self, tree: Any) -> Any:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
@@ -255,7 +235,7 @@ class _Cuts:
                 front = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - param.ndim)
                 return PartitionSpec(*front, *cut.part)
             if x.ndim == param.ndim:
-                # Block scales, for example, are cut as the param is, or not at all:
+                # Scales, for example, are cut as the param is, or not at all:
                 # with another cut each step would gather them.
                 fits = all(
                     n % shard_count(self.mesh, axis_names(cut.part, i)) == 0
@@ -266,21 +246,6 @@ class _Cuts:
             return None  # such as a random key
         cut = choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
         return cut.part if cut else None
-
-    def gather(self, params: optax.Params, state: Any) -> tuple[optax.Params, Any]:
-        """Return the whole of new params, and the state as it is cut."""
-        values = self.leaves.match(params, "`params`")
-        last = None
-        for i, cut in self.by_param.items():
-            # A TPU copies what it has gathered, and XLA would gather all params before
-            # that: one large array after another. Small ones share a collective.
-            is_large = self.leaves.values[i].nbytes >= _LARGE
-            if is_large and last is not None:
-                both = values[i], values[last]
-                values[i], values[last] = lax.optimization_barrier(both)
-            values[i] = _gather(self.mesh, cut, values[i])
-            last = i if is_large else last
-        return self.leaves.unflatten(values), self.cut(state)
 
     def gather_updates(self, params: Any, changes: optax.Updates) -> optax.Updates:
         """Return the updates of whole params, from parts of these and their updates."""

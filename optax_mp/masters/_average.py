@@ -2,46 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
 from optax_mp._dtypes import at_least_float32, saturating_cast
-from optax_mp._jax._arrays import (
-    has_tracers,
-    is_on_host,
-    is_traced,
-    to_device_tree,
-    with_explicit_memory_kind,
-)
-from optax_mp._jax._jaxpr import TracedCall
-from optax_mp._take_step import StepFn, apply_updates
-from optax_mp.devices._offload import check_kind, check_memory_of, on_host
+from optax_mp._jax._arrays import is_traced, to_device_tree
 from optax_mp.masters._access import read_arguments, weights_of
 from optax_mp.masters._storage import AverageState, MixedPrecisionState
 from optax_mp.scaling._rule import check_number
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.scaling._unscale import is_unmarked
-from optax_mp.trees._descriptions import spread_shardings
 from optax_mp.trees._leaves import Leaves, is_absent
 from optax_mp.trees._states import check_classes, find_states
 from optax_mp.trees._tree import copy_shared, is_inexact
-from optax_mp.wrappers._choose import select
-from optax_mp.wrappers._context import (
-    Choice,
-    Context,
-    PartStep,
-    Plan,
-    Transformation,
-    context_of,
-    with_context,
-)
+from optax_mp.wrappers._context import Choice, Transformation, context_of
 from optax_mp.wrappers._inner import (
+    apply_updates,
     as_transformation,
     check_own_state,
     require_params,
@@ -52,8 +31,8 @@ from optax_mp.wrappers._mistakes import check_whole_number
 _CALLER = "with_average"
 # How far the average may be behind by default, as a share of its distance: half of it.
 _MOST_AT_ONCE = 0.01
-# How much of an average in host memory is on the device at a time, as in `offload`.
-_PLAN = Plan(min_size=2**16, chunk_bytes=2**26)
+# From the weights after a step, and the old averages, to the new ones.
+Advance = Callable[[Any, list[Any]], list[Any]]
 
 
 def with_average(
@@ -62,8 +41,6 @@ def with_average(
     *,
     every: int | None = None,
     start: int = 0,
-    memory_kind: str | None = None,
-    param_shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keep an exponential moving average of the weights in the optimizer state.
 
@@ -73,9 +50,9 @@ def with_average(
 
     A step that a loss scale or `optax.apply_if_finite` skips does not count, and
     `optax.MultiSteps` counts steps of the optimizer. Put `with_average` around all of
-    these and of `offload`, so that a step in which the average does not move reads none
-    of it. Only `zero1` may be around it, and `optax.masked` or `optax.partition` for a
-    part of the params: integers and params that a mask hides have no average. If
+    these. Only `zero1` and `offload` may be around it, and `optax.masked` or
+    `optax.partition` for a part of the params: integers and params that a mask hides
+    have no average. `offload` around it keeps the average in host memory as well. If
     groups of a partition skip steps separately, a step counts only if all groups take
     it. For separate counts, put `with_average` inside each group.
 
@@ -89,11 +66,6 @@ def with_average(
         start: the number of steps until averaging starts. Until then the average is a
             copy of the weights, made every `every` steps and at step `start`. The
             first weights of a model that is trained from scratch are best left out.
-        memory_kind: `"pinned_host"` keeps the large arrays of the average in host
-            memory, and moves them chunk by chunk. As with `offload`, donate the state
-            to `jax.jit`.
-        param_shardings: how the params are sharded under `jit`, for `memory_kind`, as
-            in `offload`.
 
     Returns:
         The transformation.
@@ -101,9 +73,8 @@ def with_average(
     Raises:
         TypeError: if `inner` is not a gradient transformation, or an argument is of the
             wrong type.
-        ValueError: if `decay` is not at least 0 and less than 1, or `every`, `start` or
-            `memory_kind` cannot be.
-        RuntimeError: if this version of JAX cannot move arrays between memories.
+        ValueError: if `decay` is not at least 0 and less than 1, or `every` or `start`
+            cannot be.
 
     Example:
         >>> import jax.numpy as jnp
@@ -126,7 +97,6 @@ def with_average(
         1992, https://doi.org/10.1137/0330046
     """
     inner = as_transformation(inner, _CALLER)
-    update = partial(update_inner, inner, _CALLER)
     expected = "a number of at least 0 and less than 1, such as 0.999"
     check_number(f"{_CALLER}: `decay`", decay, expected, lambda x: 0 <= x < 1)
     if every is None:
@@ -135,42 +105,31 @@ def with_average(
     every = check_whole_number(f"{_CALLER}: `every`", every)
     start = check_whole_number(f"{_CALLER}: `start`", start, 0)
     step_size = 1 - float(decay) ** every
-    if memory_kind is not None:
-        check_kind(memory_kind, _CALLER)
 
     def init_fn(params: optax.Params) -> AverageState:
         inner_state = copy_shared(inner.init(params), params)
         leaves = Leaves.of(params, caller=_CALLER)
         average = _copies(weights_of(inner_state, leaves), leaves)
-        if memory_kind is not None:
-            check_memory_of(params, _CALLER)
-            average = on_host(average, _PLAN.min_size)
-            average = jax.tree.map(with_explicit_memory_kind, average)
         return AverageState(average, jnp.zeros((), jnp.int32), inner_state)
 
-    def begin(
-        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
-    ) -> Callable[[Any, Any], tuple[Any, AverageState]]:
-        """Return what makes the new state of the new params and inner state."""
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, AverageState]:
         require_params(params, _CALLER)
         check_own_state(state, AverageState, _CALLER)
-        context = context_of(extra_args)
+        args = updates, state.inner_state, params
+        changes, inner_state = update_inner(inner, _CALLER, *args, **extra_args)
         # An earlier link of a chain may also skip the step.
-        proceed = is_unmarked(updates, extra_args) & context.proceed
-        return partial(move, state, replace(context, proceed=proceed))
-
-    def move(
-        before: AverageState, context: Context, params: Any, inner_state: Any
-    ) -> tuple[Any, AverageState]:
-        taken = context.proceed & _was_taken(before.inner_state, inner_state)
-        count = jnp.asarray(optax.safe_increment(before.step_count))
+        taken = is_unmarked(updates, extra_args) & context_of(extra_args).proceed
+        taken &= _was_taken(state.inner_state, inner_state)
+        count = jnp.asarray(optax.safe_increment(state.step_count))
         is_due = every == 1 or (count - start) % every == 0
-        leaves = Leaves.of(params, caller=_CALLER)
-        old = leaves.match(before.average, "the average in the state")
+        leaves = Leaves.of(apply_updates(params, changes), caller=_CALLER)
+        old = leaves.match(state.average, "the average in the state")
 
-        def advance(source: Any, old: list[Any]) -> tuple[None, list[Any]]:
+        def advance(source: Any, old: list[Any]) -> list[Any]:
             weights = weights_of(source[1], replace(leaves, values=source[0]))
-            return None, list(map(blend, weights, old))
+            return list(map(blend, weights, old))
 
         def blend(weight: Any, average: Any) -> Any:
             if is_absent(average):
@@ -184,47 +143,11 @@ def with_average(
         read = [None if is_absent(x) else param for param, x in pairs]
         states = [x for _, x in find_states(inner_state, MixedPrecisionState)]
         source = read, [x._replace(inner_state=()) for x in states]
-        run = _run
-        if context.is_in_take_step:  # which runs what is elementwise, chunk by chunk
-            run = _run_in_take_step
-        elif any(map(is_on_host, jax.tree.leaves((source, old)))):
-            found = spread_shardings(
-                params, param_shardings, _CALLER, context.part_shardings
-            )
-            pairs = zip(found, old, strict=bool(found))
-            shardings = [sharding for sharding, x in pairs if not is_absent(x)]
-            run = partial(_run_from_host, _PLAN._replace(shardings=shardings))
-        average = leaves.unflatten(run(advance, source, old, taken & is_due))
-        count = count if taken is True else jnp.where(taken, count, before.step_count)
-        return params, AverageState(average, count, inner_state)
+        average = leaves.unflatten(_run(advance, source, old, taken & is_due))
+        count = count if taken is True else jnp.where(taken, count, state.step_count)
+        return changes, AverageState(average, count, inner_state)
 
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, AverageState]:
-        finish = begin(updates, state, params, extra_args)
-        updates, inner_state = update(updates, state.inner_state, params, **extra_args)
-        return updates, finish(apply_updates(params, updates), inner_state)[1]
-
-    # `take_step` takes the step of `inner`, and then moves the average. In one program
-    # the engine would take the loop over all leaves for one operation that needs all.
-    def in_parts(
-        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
-    ) -> PartStep:
-        context = with_context(extra_args, is_in_take_step=False)
-        finish = begin(updates, state, params, context)
-        args = updates, state.inner_state, params, extra_args
-        part = PartStep(update, *args, None, None)
-        if of_inner := getattr(inner, "in_parts", None):
-            part = of_inner(*args)
-
-        def gather(*new: Any) -> tuple[Any, AverageState]:
-            return finish(*(part.cuts.gather(*new) if part.cuts else new))
-
-        return part._replace(cuts=SimpleNamespace(gather=gather))
-
-    made = Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=False)
-    made.in_parts = in_parts
-    return made
+    return Transformation.of(_CALLER, init_fn, update_fn)
 
 
 def _copies(weights: Sequence[Any], params: Leaves) -> Any:
@@ -249,41 +172,18 @@ def _was_taken(before: Any, after: Any) -> Choice:
     return taken
 
 
-def _run(advance: StepFn, source: Any, old: Any, due: Choice) -> Any:
+def _run(advance: Advance, source: Any, old: list[Any], due: Choice) -> list[Any]:
     """Return the result of `advance(source, old)` if a move is due, else `old`."""
     if not is_traced(due):
-        return advance(source, old)[1] if due else old
+        return advance(source, old) if due else old
 
     # A loop of one round or none overwrites the average, and a `lax.cond` would copy
     # it. The barrier keeps what the loop computes, such as float32 weights, from being
-    # computed before it in each step.
-    def body(k: Any, old: Any) -> Any:
-        return advance(lax.optimization_barrier((k, source))[1], old)[1]
+    # computed before it in each step, and masters in host memory from being copied.
+    def body(k: Any, old: list[Any]) -> list[Any]:
+        return advance(lax.optimization_barrier((k, source))[1], old)
 
     return lax.fori_loop(jnp.int32(0), jnp.asarray(due).astype(jnp.int32), body, old)
-
-
-def _run_in_take_step(advance: StepFn, source: Any, old: Any, due: Choice) -> Any:
-    return jax.tree.map(partial(select, due), advance(source, old)[1], old)
-
-
-def _run_from_host(
-    plan: Plan, advance: StepFn, source: Any, old: Any, due: Choice
-) -> Any:
-    """Return the same, chunk by chunk from host memory and back."""
-    from optax_mp.engine import run_on_device, step_from_host
-
-    step = partial(run_on_device, advance)
-
-    def run(given: Any) -> Any:
-        source, old, due = given
-        _, new = step_from_host(step, source, old, plan, due) or step(*given)
-        return jax.tree.map(
-            lambda x, y: x if is_on_host(y) else select(due, x, y), new, old
-        )
-
-    given = source, old, jnp.asarray(due)
-    return run(given) if has_tracers(given) else TracedCall.of(run, given).run()
 
 
 def average_params(

@@ -11,12 +11,14 @@ import numpy as np
 from jax import lax
 
 from optax_mp._dtypes import round_to
-from optax_mp._jax._arrays import constant_like
-from optax_mp._jax._experimental import outlined
+from optax_mp._jax._arrays import computed_once, constant_like
+from optax_mp._random_numbers import uniform_numbers
 
 _BFLOAT16, _FLOAT16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
-# Bit patterns of float32: the sign, infinity, and the largest bfloat16.
+# Bit patterns of float32: the sign, infinity, and the largest numbers.
 _SIGN = np.int32(-(2**31))
+_LARGEST = np.int32(0x7F7FFFFF)
+_LARGEST_FLOAT16 = float(jnp.finfo(_FLOAT16).max)
 _INFINITY = np.int32(0x7F800000)
 _LARGEST_BFLOAT16 = np.int32(0x7F7F0000)
 
@@ -33,12 +35,18 @@ class Split:
 
     A bfloat16 is the upper half of a float32. So a bfloat16 param and a 16-bit
     remainder are together a float32 master, bit for bit. An 8-bit remainder makes it
-    24 bits: a relative error of at most 2^-16 (1.5e-5). AdamW then takes 12 or 11 bytes
-    per weight, where it takes 14 with `FullCopy`.
+    24 bits. AdamW then takes 12 or 11 bytes per weight, where it takes 14 with
+    `FullCopy`.
+
+    24 bits cannot hold a master that moves by less than 2^-16 (1.5e-5) of its value: it
+    would stand still. So each step rounds it at random to one of its two neighbours of
+    24 bits, by at most 2^-15, right on average. The random numbers are a hash of
+    position and `step_count`: a run can be reproduced, also from a checkpoint and,
+    under `jit`, on any number of devices.
 
     For float16 params the remainder is a fraction of the param's last place. With 16
     bits it is exact for weights of 2^-14 and more, and within 2^-40 for smaller ones.
-    With 8 bits it is within 1/256 of a unit in the last place.
+    With 8 bits it is rounded at random to 1/256 of a unit in the last place.
 
     Differences from `FullCopy`:
 
@@ -50,8 +58,8 @@ class Split:
     - A master halfway between two bfloat16 values is rounded away from zero, not to
       even, so that remainders fit into int16. Weights given to `init` are rounded to
       even by the cast, and a remainder that does not fit is cut: one weight in 131072
-      is then one unit in the last place of float32 nearer to its param. With 8 bits,
-      one in 512 is up to 2^-15 off.
+      is then one unit in the last place of float32 nearer to its param. With 8 bits
+      `init` rounds to nearest, and one in 512 is up to 2^-15 off.
     - If a step shrinks a weight to less than 2^-15 of what it was (float16: 2^-12), a
       float32 update may not reach the new value exactly. The master then moves with the
       param, by at most 2^-23 of the old weight.
@@ -83,6 +91,11 @@ class Split:
 
     bits: int = 16
     param_is_part = True  # it is the upper half of its master
+
+    @property
+    def is_random(self) -> bool:
+        """Whether `advance` rounds at random."""
+        return self.bits == 8
 
     def __post_init__(self) -> None:
         """Check the width."""
@@ -121,9 +134,13 @@ class Split:
         """
         return self._format_of(param).join(stored, param.astype(jnp.float32))
 
-    @outlined(0)
+    @_traced_once
     def advance(
-        self, stored: jax.Array, param: jax.Array, master: jax.Array
+        self,
+        stored: jax.Array,
+        param: jax.Array,
+        master: jax.Array,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Return the new remainder, and the param that it was taken against.
 
@@ -131,6 +148,7 @@ class Split:
             stored: int16 or int8, the remainder before the step.
             param: bfloat16 or float16, the param before the step.
             master: float32, the master after the step.
+            key: for rounding at random to 24 bits; None rounds to the nearest.
 
         Returns:
             Two arrays of the shape of the param: int16 or int8, and the param's dtype.
@@ -138,6 +156,10 @@ class Split:
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
         form = self._format_of(param)
+        # Both results must be of the same master, to the last bit.
+        master = computed_once(master)
+        if key is not None:
+            master = form.round_at_random(master, uniform_numbers(master.shape, key))
         before = lax.convert_element_type(param, jnp.float32)
         target = form.round(master)
         reached = lax.add(before, lax.sub(target, before))
@@ -194,6 +216,22 @@ class _UpperHalf(NamedTuple):
         rounded = lax.bitwise_or(sign, lax.bitwise_and(magnitude, np.int32(-0x10000)))
         return lax.select(lax.is_finite(master), _to_float(rounded), master)
 
+    def round_at_random(self, master: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Return the master rounded up or down to a value of 24 bits.
+
+        Args:
+            master: the master.
+            numbers: random, from [0, 1).
+        """
+        # The neighbours of a pattern are those of its value, also across powers of two.
+        unit = 1 << (16 - self.bits)
+        pattern = _to_pattern(master)
+        sign, magnitude = (lax.bitwise_and(pattern, x) for x in (_SIGN, ~_SIGN))
+        more = lax.convert_element_type(lax.mul(numbers, np.float32(unit)), jnp.int32)
+        magnitude = lax.min(lax.add(magnitude, more), _LARGEST)
+        rounded = lax.bitwise_or(sign, lax.bitwise_and(magnitude, np.int32(-unit)))
+        return lax.select(lax.is_finite(master), _to_float(rounded), master)
+
     def nearest(self, x: jax.Array) -> jax.Array:
         # Nothing to saturate: the target is in range.
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -212,8 +250,8 @@ class _LastPlace(NamedTuple):
         excess = (master - param) / self._unit_of(param)
         remainder = lax.round(excess, lax.RoundingMethod.TO_NEAREST_EVEN)
         remainder = jnp.where(jnp.isfinite(param), remainder, 0)
-        largest = 2 ** (self.bits - 1) - 1
-        low, high = jnp.float32(-largest), jnp.float32(largest)
+        half = 2.0 ** (self.bits - 1)
+        low, high = jnp.float32(-half), jnp.float32(half - 1)
         clamped = lax.clamp(low, remainder, high)
         return lax.convert_element_type(clamped, f"int{self.bits}")
 
@@ -222,9 +260,36 @@ class _LastPlace(NamedTuple):
         return jnp.where(jnp.isfinite(param), master, param)
 
     def round(self, master: jax.Array) -> jax.Array:
-        return round_to(master, _FLOAT16)
+        """Return the master rounded to float16, with ties towards infinity.
 
-    nearest = round
+        Then the remainder of a tie is the smallest, which fits, and not one more than
+        the largest.
+        """
+        rounded = round_to(master, _FLOAT16)
+        half_place = self._unit_of(rounded) * 2.0 ** (self.bits - 1)
+        rises = (master - rounded == half_place) & (rounded < _LARGEST_FLOAT16)
+        return jnp.where(rises, rounded + 2 * half_place, rounded)
+
+    def round_at_random(self, master: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Return the master rounded up or down to a value that a remainder can have.
+
+        Args:
+            master: the master.
+            numbers: random, from [0, 1).
+        """
+        nearest = round_to(master, _FLOAT16)
+        unit = self._unit_of(nearest)
+        multiple = (master - nearest) / unit
+        below = jnp.floor(multiple)
+        # Not `floor(multiple + numbers)`: that sum of an integer and a number close to
+        # 1 is rounded up, and a master that needs no rounding would move.
+        rises = (numbers < multiple - below).astype(jnp.float32)
+        rounded = nearest + (below + rises) * unit
+        # The multiple of a master far out of range is infinite.
+        return jnp.where(jnp.isfinite(rounded), rounded, master)
+
+    def nearest(self, x: jax.Array) -> jax.Array:
+        return round_to(x, _FLOAT16)
 
     def _unit_of(self, param: jax.Array) -> jax.Array:
         """Return the value of 1 in the remainder of a param."""

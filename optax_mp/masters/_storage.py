@@ -101,6 +101,9 @@ class Storage(Protocol):
     ) -> tuple[PyTree, jax.Array]:
         """Return (stored, target) for a step that brings the master to `master`.
 
+        If the storage has an attribute `is_random` that is True, it is also given a
+        key, for `uniform_numbers`.
+
         `stored` and `param` are those before the step. The param moves to `target`,
         rounded to its dtype if that is another. The new `stored` has the structure,
         shapes and dtypes of the old one. Unless `param_is_part`, it must decode to a
@@ -128,6 +131,7 @@ class FullCopy:
     """
 
     param_is_part = False  # what is stored is the master itself
+    is_random = False
 
     def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
         """Return whether the param is narrower than the master."""
@@ -167,6 +171,9 @@ class MixedPrecisionState(NamedTuple):
             of 16 or 8 bits are. Then each param is its rounded master, and one that is
             not was edited. None for `Split` and the like: the param is a part of its
             master.
+        step_count: int32 scalar, the number of steps that were taken, for a storage
+            that rounds at random, such as `Split(8)`: each step has its own random
+            numbers. None for others.
         storage: the storage that made the state; a class attribute, not a leaf. None
             for a state that was built by hand.
 
@@ -185,6 +192,7 @@ class MixedPrecisionState(NamedTuple):
     master_params: optax.Params
     inner_state: optax.OptState
     last_exact: jax.Array | None = None
+    step_count: jax.Array | None = None
     # Not annotated: an annotation would make a field of it, and so a leaf.
     storage = None
     __getattr__ = inner_field
@@ -221,6 +229,26 @@ class AverageState(NamedTuple):
 def state_type(storage: Storage) -> type[MixedPrecisionState]:
     """Return the type of states that a storage makes, the same for equal storages."""
     return type_with(MixedPrecisionState, "storage", storage)
+
+
+def is_random(storage: Storage) -> bool:
+    """Return whether a storage rounds at random."""
+    return getattr(storage, "is_random", False)
+
+
+def counter_of(state: MixedPrecisionState, caller: str) -> jax.Array | None:
+    """Return the counter of a state whose storage rounds at random, or raise.
+
+    None for other storages.
+    """
+    is_missing = is_random(storage_of(state, caller)) and state.step_count is None
+    if is_missing:
+        raise ValueError(
+            f"{caller}: expected a state with `step_count`, since {state.storage} "
+            "rounds at random, got None, as 1.0.0 or a development version made it; "
+            "pass `state._replace(step_count=jnp.int32(0))`."
+        )
+    return state.step_count
 
 
 def storage_of(state: MixedPrecisionState, caller: str) -> Storage:
@@ -336,7 +364,8 @@ def store(
     decoded = storage.decode(stored, param)
     is_master = describe(decoded) == describe(master)
     check(is_master, "decode", decoded, f"{describe(master)}, as `encode` was given")
-    advanced, target = jax.eval_shape(storage.advance, stored, param, master)
+    key = [jax.ShapeDtypeStruct((1,), jnp.uint32)] if is_random(storage) else []
+    advanced, target = jax.eval_shape(storage.advance, stored, param, master, *key)
     is_stable = _types(advanced) == _types(stored)
     check(is_stable, "advance", advanced, "the types that `encode` returns")
     is_target = is_floating(target) and target.shape == param.shape

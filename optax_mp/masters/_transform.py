@@ -25,6 +25,7 @@ from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import TracedCall, is_dynamic
 from optax_mp._policy import DeclaredDType, Policy, warn_unmatched_patterns
+from optax_mp._random_numbers import rounding_keys
 from optax_mp._warnings import warn
 from optax_mp.masters._settings import Settings
 from optax_mp.masters._storage import (
@@ -33,6 +34,8 @@ from optax_mp.masters._storage import (
     Storage,
     as_own_arrays,
     check_storable,
+    counter_of,
+    is_random,
     state_type,
     store,
     warn_unless_stored,
@@ -53,6 +56,9 @@ from optax_mp.wrappers._inner import (
 )
 
 _CALLER = "mixed_precision"
+# So that the random numbers differ from those of `low_bit_state` and of
+# `stochastic_rounding`.
+_SALT = 2
 UpdateDType = DTypeLike | Literal["params"] | None
 
 
@@ -160,7 +166,8 @@ def mixed_precision(
         _warn_of_frozen(inner, leaves, stored, seen_by_inner, inner_state)
         inner_state = copy_shared(inner_state, (leaves.values, stored, inner_params))
         last_exact = None if storage.param_is_part else jnp.array(True)
-        return make_state(leaves.unflatten(stored), inner_state, last_exact)
+        count = jnp.zeros((), jnp.int32) if is_random(storage) else None
+        return make_state(leaves.unflatten(stored), inner_state, last_exact, count)
 
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -172,7 +179,7 @@ def mixed_precision(
         proceed = is_unmarked(updates, extra_args)
         return choose_step(proceed, partial(step.run, inner), state, extra_args)
 
-    return Transformation.around(_CALLER, inner, init_fn, update_fn, is_leafwise=True)
+    return Transformation.of(_CALLER, init_fn, update_fn)
 
 
 def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:
@@ -346,11 +353,15 @@ class Step:
         """Return (updates, new state) after an update of `inner`."""
         params, last_exact = self.arguments.params, state.last_exact
         seen_by_inner, stored = self._decode(last_exact), list(self.stored)
+        count, keys = counter_of(state, _CALLER), [()] * len(stored)
+        if count is not None:
+            keys = [(key,) for key in rounding_keys(len(stored), 0, _SALT, count)]
+            count = jnp.asarray(optax.safe_increment(count))
 
         def advance(i: int, change: Any) -> jax.Array:
             if not isinstance(stored[i], ABSENT):
                 master = optax.apply_updates(seen_by_inner[i], change)
-                stored[i], change = self._advance_leaf(i, master)
+                stored[i], change = self._advance_leaf(i, master, *keys[i])
             return _cast_update(change, self._update_dtype(i))
 
         updates, inner_state = self.arguments.run(
@@ -362,13 +373,19 @@ class Step:
                 last_exact = last_exact & False
             elif None not in exact:
                 last_exact = last_exact | True
-        new_state = type(state)(params.unflatten(stored), inner_state, last_exact)
+        masters = params.unflatten(stored)
+        new_state = type(state)(masters, inner_state, last_exact, count)
         return params.unflatten(updates), new_state
 
-    def _advance_leaf(self, i: int, master: Any) -> tuple[Any, jax.Array]:
-        """Return (stored, update) of a leaf whose master moves to `master`."""
+    def _advance_leaf(
+        self, i: int, master: Any, *key: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        """Return (stored, update) of a leaf whose master moves to `master`.
+
+        A storage that rounds at random also gets a key.
+        """
         param, stored = self.arguments.params.values[i], self.stored[i]
-        new_stored, target = self.settings.storage.advance(stored, param, master)
+        new_stored, target = self.settings.storage.advance(stored, param, master, *key)
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
         if target.dtype == param.dtype:

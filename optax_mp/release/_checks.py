@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import to_device_tree
+from optax_mp._jax._arrays import is_host_type, to_device_tree
 from optax_mp._jax._dataflow import Origin, derivative_calls, origins
 from optax_mp._warnings import count_event, warn
 from optax_mp.release._layers import is_released
@@ -98,12 +98,12 @@ def check_stack(stack: Any, *, is_scaled: bool, by_layer: bool) -> bool:
     _check_layers(layers, is_scaled)
     call = "release_gradients(loss, tx)(opt_state, layers, rest, ...)"
     check_state_first(opt_state, layers, CALLER, call)
-    if getattr(tx, "offloaded", None):
+    init, wanted = jax.make_jaxpr(jax.vmap(tx.init), return_shape=True)(layers)
+    if any(map(is_host_type, init.out_avals)):
         raise ValueError(
             f"{CALLER}: expected `tx` without `offload`, got one with it; pass a state "
             "in host memory, as `jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
         )
-    init, wanted = jax.make_jaxpr(jax.vmap(tx.init), return_shape=True)(layers)
     if find_states(wanted, optax.MultiStepsState):
         raise ValueError(
             f"{CALLER}: expected `tx` to need the gradients of one layer at a time, "

@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._experimental import with_major_to_minor
-from optax_mp._take_step import take_step
 from optax_mp.trees._descriptions import spread_shardings
 from optax_mp.trees._tree import (
     all_finite,
@@ -25,6 +24,7 @@ from optax_mp.trees._tree import (
     is_inexact,
     is_key,
 )
+from optax_mp.wrappers._inner import apply_updates
 
 
 @dataclass(eq=False)
@@ -59,9 +59,8 @@ class ReleasedStack:
         grads = times(grads, factor)
         if self.measures:
             return None, measure(grads)
-        return take_step(
-            self.tx, grads, opt_state, weights, param_shardings=self.shardings
-        )
+        updates, opt_state = self.tx.update(grads, opt_state, weights)
+        return apply_updates(weights, updates), opt_state
 
     def in_rows(self, tree: Any) -> Any:
         """Return arrays of one layer in row-major order, if shardings are known.

@@ -37,7 +37,7 @@ def release_gradients(
 
     The backward pass takes the step of each layer as soon as it has the layer's
     gradient, which then is freed. So the gradients of stacked layers never exist as a
-    whole, and a compact form trains at 5.1 bytes per weight, gradients included.
+    whole, and a compact form trains at 5.0 bytes per weight and one layer of gradients.
 
     `fun(layers, rest, ...)` is a loss that scans the layers with `scan_layers`. `f`
     returns its value, the gradients of `rest`, which holds all other params, and
@@ -70,7 +70,7 @@ def release_gradients(
             a norm. It then does so for each layer.
         param_shardings: how `layers` are sharded under `jit`, a tree of shardings like
             them or a prefix of one. Pass it if a last axis is sharded on GPUs, where
-            XLA may otherwise transpose all layers; and for kernels, as in `take_step`.
+            XLA may otherwise transpose all layers.
 
     Returns:
         The function. With `has_aux` its value is (loss, aux).

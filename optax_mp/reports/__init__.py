@@ -4,8 +4,7 @@
 `memory_report` (`_memory_report.py`) counts the bytes of params and optimizer state,
 also of a model that is only planned. `gradient_range_report` and `update_report`
 (`_counts.py`) count gradients by magnitude, and say what each low-precision format
-would lose, and updates that are too small to move a param. `step_report`
-(`_step_report.py`) says which leaves `take_step` computes in a kernel.
+would lose, and updates that are too small to move a param.
 `precision_report` (`_precision.py`) says in which dtype products run: it traces a
 function, and follows where float32 comes from (`_precision_walk.py`).
 `collectives_report` (`_collectives.py`) reads from the text of a compiled step what it
@@ -19,7 +18,6 @@ from optax_mp.reports._counts import FormatRange, GradientRangeReport, UpdateRep
 from optax_mp.reports._memory_report import MemoryReport, MemoryRow
 from optax_mp.reports._precision import PrecisionReport
 from optax_mp.reports._precision_walk import PrecisionCause, PrecisionProduct
-from optax_mp.reports._step_report import StepReport, StepRow
 
 __all__ = [
     "CollectiveRow",
@@ -31,7 +29,5 @@ __all__ = [
     "PrecisionCause",
     "PrecisionProduct",
     "PrecisionReport",
-    "StepReport",
-    "StepRow",
     "UpdateReport",
 ]

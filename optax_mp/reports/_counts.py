@@ -446,6 +446,9 @@ def update_report(
           change = jax.tree.map(jnp.subtract, after, masters)
           print(optax_mp.update_report(masters, change, dtype=jnp.bfloat16))
 
+    - `Split(8)` and `stochastic_rounding`: an update that is too small for their last
+      bit moves it at random, right on average. None is lost.
+
     It takes one pass over the values. Under `jit` make it every hundred steps or so,
     with `jax.lax.cond`.
 

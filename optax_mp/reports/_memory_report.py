@@ -12,9 +12,9 @@ from jax.tree_util import DictKey, GetAttrKey, keystr, tree_leaves_with_path
 from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import is_stored_on_host
 from optax_mp._table import Report, Table, axes_or_new, format_bytes, grouped
+from optax_mp.compact._quantized import Quantized
 from optax_mp.masters._storage import MixedPrecisionState
 from optax_mp.trees._boxes import plain_trees
-from optax_mp.trees._quantized import Quantized
 from optax_mp.trees._states import Path, find_owners, find_states, holds_state
 from optax_mp.trees._tree import (
     PyTree,
@@ -26,10 +26,9 @@ from optax_mp.trees._tree import (
 )
 from optax_mp.wrappers._mistakes import check_state_first
 
-_PARAMS, _REST = "params", "rest"
-_SCALES = {"scales": "block scales", "shifts": "column scales"}
+_PARAMS, _SCALES, _REST = "params", "scales", "rest"
 # Roles that plain float32 training does not have.
-_OF_FORMS = {"masters", "remainders", *_SCALES.values()}
+_OF_FORMS = {"masters", "remainders", _SCALES}
 # Fields of wrappers: they hold the state of another transform, and are not its role.
 _WRAPPER_FIELDS = (".inner_state", ".inner_states", ".inner_opt_state")
 
@@ -41,9 +40,8 @@ class MemoryRow:
     Attributes:
         role: `"params"`; `"masters"`, or `"remainders"` where the param holds the rest
             of its master; the field of the optimizer's state, such as `"mu"`, `"nu"` or
-            `"trace"`; `"block scales"` and `"column scales"` of a low-bit state; or
-            `"rest"`: counts, the
-            loss scale, keys and other scalars.
+            `"trace"`; `"scales"` of a low-bit state; or `"rest"`: counts, the loss
+            scale, keys and other scalars.
         path: the path of the array in the params or in the state.
         param: the path of the param that it belongs to, or `""` if it belongs to none.
         dtype: the name of the dtype.
@@ -116,7 +114,7 @@ class MemoryReport(Report):
         return self.total_bytes / self.weights if self.weights else math.nan
 
     def by_role(self) -> dict[str, int]:
-        """Return the bytes of each role: params first, block scales and rest last."""
+        """Return the bytes of each role: params first, scales and rest last."""
         return {role: part.total_bytes for role, part in self._roles()}
 
     def by_leaf(self) -> dict[str, int]:
@@ -125,7 +123,7 @@ class MemoryReport(Report):
 
     def _roles(self) -> list[tuple[str, "MemoryReport"]]:
         """Return a report of each role, in the order of `by_role`."""
-        last = dict.fromkeys(_SCALES.values(), 1) | {_REST: 2}
+        last = {_SCALES: 1, _REST: 2}
         return sorted(self._by("role"), key=lambda item: last.get(item[0], 0))
 
     def _by(self, field: str) -> list[tuple[str, "MemoryReport"]]:
@@ -182,7 +180,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     `jax.ShapeDtypeStruct` with a `NamedSharding` of that `memory_kind` do.
 
     The report compares with plain float32 training by the same optimizer: every
-    floating array of params and state in float32, without masters, remainders and block
+    floating array of params and state in float32, without masters, remainders and
     scales. Integers, keys and complex arrays count as they are. Gradients and
     activations are not counted.
 
@@ -251,8 +249,8 @@ def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
         above = [path[:end] for end in range(len(path) + 1)]
         coded = next((start for start in above if start in quantized), None)
         part = None if coded is None else path[len(coded)].name
-        if part in _SCALES:
-            role = _SCALES[part]
+        if part == _SCALES:
+            role = _SCALES
         elif roles := [masters[start] for start in above if start in masters]:
             role = roles[-1]  # of the innermost, if one is in another's state
         elif param is None and not leaf.shape:

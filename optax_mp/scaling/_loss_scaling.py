@@ -228,7 +228,7 @@ def _loss_scaling(
         out, inner_state = choose_step(finite, step, state.inner_state, extra_args)
         return out, new_state._replace(inner_state=inner_state)
 
-    return Transformation.around(caller, wrapped, init_fn, update_fn, is_leafwise=True)
+    return Transformation.of(caller, init_fn, update_fn)
 
 
 # What is known of a step, such that ranks agree by the minimum of each int32 scalar:

@@ -123,7 +123,7 @@ def _resize(entry: Any, before: int, after: int, divides: Divides) -> Any:
         return entry
     keeps = divides(getattr(entry, "name", entry), after)
     if _is_axis(entry):
-        name = entry.name if keeps else f"{entry.name}_blocks"
+        name = entry.name if keeps else f"{entry.name}_scales"
         return dataclasses.replace(entry, name=name, size=after)
     return entry if keeps else None
 

@@ -5,19 +5,18 @@ with the shardings that it will have.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._arrays import (
     HOST_KIND,
     axis_names,
     entries_of,
-    fits_blocks,
+    fits_groups,
     is_host_type,
     is_on_host,
     place_like,
@@ -128,7 +127,7 @@ def follow(
     more = len(shape) - len(param)
     entries = [None] * more + entries_of(sharding.spec, len(param)) if more >= 0 else []
     own = sharding.update(spec=PartitionSpec(*entries))
-    fits = [fits_blocks(own, axis, shape[axis], 1) for axis in range(len(entries))]
+    fits = [fits_groups(own, axis, shape[axis], 1) for axis in range(len(entries))]
     kept = [x if fit else None for x, fit in zip(entries, fits, strict=True)]
     return sharding.update(spec=PartitionSpec(*kept))
 
@@ -154,21 +153,15 @@ def named_sharding(leaf: Any) -> NamedSharding | None:
 
 
 def spread_shardings(
-    params: Any, shardings: Any, caller: str, parts: Mapping[Any, Any] | None = None
+    params: Any, shardings: Any, caller: str
 ) -> list[NamedSharding | None]:
     """Return the sharding of each param, None where a mesh is not known.
 
     Args:
         params: the params.
-        shardings: a tree of shardings like these, a prefix of one, or None.
+        shardings: a tree of shardings like these, or a prefix of one.
         caller: the public function that the user called, for error messages.
-        parts: how `zero1` cut the params, by path and shape; then this decides.
     """
-    if parts is not None:
-        paths_and_params = tree_leaves_with_path(params)
-        return [parts.get((path, jnp.shape(x))) for path, x in paths_and_params]
-    if shardings is None:
-        return []
     leaves = spread_prefix(params, shardings, f"{caller}: `param_shardings`")
     for leaf in leaves:
         if not isinstance(leaf, Sharding):

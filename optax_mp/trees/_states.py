@@ -9,7 +9,6 @@ from jax.tree_util import all_leaves
 
 from optax_mp.trees._boxes import flatten_slots, is_box, one_level, unbox
 from optax_mp.trees._leaves import contents_of
-from optax_mp.trees._quantized import is_quantized
 from optax_mp.trees._tree import PyTree, ends_in
 
 Path = tuple[Any, ...]
@@ -152,7 +151,9 @@ def _may_belong(content: Any, slot: Any) -> bool:
 
 
 def _is_leaf_or_box(node: Any) -> bool:
-    return is_quantized(node) or is_box(node) or all_leaves([node])
+    # A state may keep several arrays in the place of one, and says so by its class.
+    is_one_leaf = getattr(node, "is_one_leaf", False)
+    return is_one_leaf or is_box(node) or all_leaves([node])
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ def all_true(flags: Sequence[jax.Array]) -> jax.Array:
     if not flags:
         return jnp.array(True)
     # The minimum, by a sort. XLA turns `stack(flags).all()` into a chain of hundreds of
-    # ands and copies it into every kernel that reads the result: for 400 leaves and a
+    # ands and copies it into every loop that reads the result: for 400 leaves and a
     # `where` on each that takes minutes to compile.
     return lax.sort(jnp.stack(flags))[0]
 

@@ -21,13 +21,11 @@ def type_with(base: type, name: str, value: Hashable) -> Any:
     value would end up in checkpoints, and JAX, Orbax and Flax all treat the subclass of
     a NamedTuple as one.
     """
-    key, is_part = (base, name, value), getattr(value, "param_is_part", False)
+    key = (base, name, value)
     if key not in _types:
         members = {
             name: value,
             "made_from": key,
-            # Whether a `Code`, or the storage of masters, makes low-bit arrays.
-            "holds_codes": getattr(value, "holds_codes", is_part),
             "__slots__": (),
             "__doc__": "See the base class.",
             "__module__": base.__module__,

@@ -252,6 +252,20 @@ def or_no_change(update: Any, param: Any) -> Any:
     return jnp.full(param.shape, -0.0 if is_inexact(param) else 0, param.dtype)
 
 
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """Return what `optax.apply_updates` does; a param whose update is None stays."""
+
+    def apply(param: Any, update: Any) -> Any:
+        update = or_no_change(update, param)
+        if isinstance(update, ABSENT):
+            return param
+        return optax.apply_updates(param, update)
+
+    # It adds float32 updates to 16-bit params, and casts back.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
+
+
 def update_inner(
     inner: Any, caller: str, grads: Any, state: Any, params: Any, /, **extra_args: Any
 ) -> tuple[Any, Any]:

@@ -1,7 +1,6 @@
 """What is known of JAX: learned whatever its names are, and off with a warning if not."""
 
 import functools
-import re
 import warnings
 
 import jax
@@ -13,13 +12,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_mp
 from optax_mp._jax import _contact
-from optax_mp._jax._contact import is_plain_call, is_seen, is_traced_by_jit
-from optax_mp.engine import _lowered
+from optax_mp._jax._contact import is_traced_by_jit
 
-X, NARROW = (jax.ShapeDtypeStruct((2,), x) for x in ("float32", "float16"))
+X = jax.ShapeDtypeStruct((2,), "float32")
 
 
-NAMES = vars(_contact) | vars(_lowered)
+NAMES = vars(_contact)
 
 
 def forget():
@@ -44,17 +42,6 @@ def kinds_in(function):
 
     jax.eval_shape(function(note), X)
     return found
-
-
-def effects_of(function):
-    return jax.make_jaxpr(function, axis_env=[("i", 1)])().effects
-
-
-def calls_are_plain():
-    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
-    placed = NamedSharding(mesh, PartitionSpec())
-    calls = jax.jit(jnp.sin), jax.jit(jnp.sin, in_shardings=placed)
-    return [is_plain_call(jax.make_jaxpr(x)(1.0).eqns[0]) for x in calls]
 
 
 def varies():
@@ -84,36 +71,12 @@ def square(x):
 SLOPE, INDEX = jax.grad(square), lax.axis_index
 
 
-def has_read(read, function, argument):
-    return _lowered._read_lowered(read, function, argument) is not None
-
-
-def sharded():
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    return jax.ShapeDtypeStruct(
-        (8, 8), "float32", sharding=NamedSharding(mesh, PartitionSpec(None, "b"))
-    )
-
-
 # What is asked, the answer, that without the fact, and how JAX changes.
 FACTS = {
     "is_traced_by_jit": (
         lambda: [*kinds_in(lambda f: f), *kinds_in(jax.vmap)],
         ([True, False], [False, False]),
         (jax, "vmap", lambda f: f),
-    ),
-    "is_seen": (
-        lambda: [
-            *map(is_seen, effects_of(lambda: INDEX("i"))),
-            *map(is_seen, effects_of(lambda: jax.debug.print(""))),
-        ],
-        ([False, True], [True, True]),
-        (lax, "axis_index", lambda _: jax.debug.print("")),
-    ),
-    "is_plain_call": (
-        calls_are_plain,
-        ([True, False], [False, False]),
-        (_contact, "_SETTINGS", ("in_shardings", "renamed")),
     ),
     "varying_axes": (
         varies,
@@ -134,22 +97,6 @@ FACTS = {
         is_error_of_carry,
         (True, False),
         (_contact, "_CARRY_ERROR", ("renamed",)),
-    ),
-    "widened_from": (
-        lambda: [
-            has_read(_lowered.widened_from, lambda x: x.astype(jnp.float32), NARROW),
-            has_read(_lowered.widened_from, lambda x: x + 1, X),
-        ],
-        ([True, False], [False, False]),
-        (_lowered, "_CONVERT", "renamed"),
-    ),
-    "sharding_of": (
-        lambda: [
-            has_read(_lowered.sharding_of, lambda x: x, sharded()),
-            has_read(_lowered.sharding_of, lambda x: x + 1, sharded()),
-        ],
-        ([True, False], [False, False]),
-        (_lowered, "_SHARDING", re.compile("renamed")),
     ),
 }
 

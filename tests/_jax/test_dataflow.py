@@ -126,12 +126,12 @@ def average(x, y, z):
 FLOWS = {
     "reached_by": (lambda x, y, z: x / jnp.sum(y) + z, {0, 2}),
     "decayed": (average, {0, 1}),
-    "copied": (lambda x, y, z: jnp.where(z > 0, x, y), {0, 1}),
-    "concatenated": (lambda x, y, z: jnp.concatenate([x, y]), {0, 1}),
     "multiplied": (lambda x, y, z: jnp.outer(x, y) @ z, {0, 1, 2}),
     "factored": (lambda x, y, z: jnp.linalg.cholesky(jnp.outer(x, x)) + y, {0}),
     "terms": (lambda x, y, z: x - 3 * y + z * z, {0, 1}),
     "rooted": (lambda x, y, z: z / jnp.sqrt(average(x, y * y, z)), {0}),
+    "subtracted": (lambda x, y, z: x - y * y + 0.1 * (z - x), {0, 1}),
+    "differences": (lambda x, y, z: z / jnp.sqrt(x - y * y), {(0, 1)}),
 }
 
 

@@ -25,8 +25,7 @@ def test_each_primitive_is_in_one_row():
     assert len(names) == len(set(names))
 
 
-def test_a_comparison_is_elementwise_and_what_repeats_moves():
-    assert _primitives.COMPARISONS < _primitives.ELEMENTWISE
+def test_what_repeats_moves():
     assert _primitives.REPEATS < _primitives.MOVES
 
 
@@ -50,7 +49,3 @@ def test_calls_have_the_names_of_this_jax():
 
 def _twice(_, x):
     return x * 2
-
-
-def test_a_star_is_elementwise_or_moves():
-    assert _primitives.IN_KERNELS < _primitives.ELEMENTWISE

@@ -1,4 +1,4 @@
-"""Arrays sharded like others, in types and by hints."""
+"""Arrays sharded like others, in types and by hints; and arrays computed once."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import (
+    computed_once,
     constant_like,
-    fits_blocks,
-    is_partitioned,
+    fits_groups,
     place_like,
     reshard_like,
     sharding_in_type,
@@ -63,7 +63,7 @@ def test_a_type_that_has_a_sharding_needs_no_hint():
         text = str(jax.make_jaxpr(place_like)(jnp.zeros((8, 6)), like))
     assert "reshard" in text and "place_like" not in text
     hinted = jax.device_put(jnp.ones((8, 6)), sharding(AxisType.Auto))
-    assert sharding_in_type(hinted) is None and is_partitioned(hinted)
+    assert sharding_in_type(hinted) is None
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,24 @@ def test_a_type_that_has_a_sharding_needs_no_hint():
 )
 def test_blocks_stay_on_one_device(spec, axis, size, fits):
     explicit = sharding(AxisType.Explicit, PartitionSpec(*spec))
-    assert fits_blocks(explicit, axis, (8, 6)[axis], size) == fits
+    assert fits_groups(explicit, axis, (8, 6)[axis], size) == fits
     with jax.set_mesh(explicit.mesh):
         x = jax.device_put(jnp.arange(48.0).reshape(8, 6), explicit)
         whole = whole_along(x, axis, size)
         assert np.array_equal(whole, x)
         assert (whole is x) == fits
-        assert fits_blocks(whole.sharding, axis, (8, 6)[axis], size)
+        assert fits_groups(whole.sharding, axis, (8, 6)[axis], size)
+
+
+def test_a_number_that_is_computed_once_is_the_same_number():
+    x = jnp.arange(6.0)
+    for run in (computed_once, jax.jit(computed_once), jax.vmap(computed_once)):
+        assert np.array_equal(run(x), x)
+    assert jax.grad(lambda x: computed_once(x).sum())(x).tolist() == [1] * 6
+    traced = jax.jit(computed_once).trace(x)
+    for platform in ("cpu", "tpu", "cuda"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("inlineable" in text) == (platform == "cpu")
 
 
 def test_a_constant_is_where_the_array_is():

@@ -13,6 +13,7 @@ from slow_cases import mostly_slow
 from steps import take_steps
 
 import optax_mp
+from optax_mp.compact._codes import decode
 
 # Params that are cast make templates here, and states of other forms.
 pytestmark = pytest.mark.filterwarnings("ignore:mixed_precision. param .* at `init`")
@@ -26,12 +27,12 @@ FORMS = {
     "split 16": lambda: masters(adamw, storage=optax_mp.Split(16)),
     "split 8": lambda: masters(adamw, storage=optax_mp.Split(8)),
     "low-bit": lambda: low_bit,
-    "5.1 bytes": lambda: masters(low_bit, storage=optax_mp.Split(8)),
+    "5 bytes": lambda: masters(low_bit, storage=optax_mp.Split(8)),
     "loss scale": lambda: optax_mp.static_loss_scale(masters(adamw)),
     "stochastic": lambda: optax_mp.stochastic_rounding(adamw),
 }
 IN_FLOAT32 = ("float32", "low-bit")
-EXACT = ("float32", "full copy", "split 16")
+EXACT = {"float32", "full copy", "split 16"}
 # From each to the next, and two more.
 SOME = [("float32", "split 16"), ("loss scale", "split 16")]
 PAIRS = [*itertools.pairwise([*FORMS, *FORMS][: len(FORMS) + 1]), *SOME]
@@ -89,10 +90,10 @@ def continued(old, new):
 def test_a_converted_run_goes_on(old, new):
     found, state = continued(old, new)
     wanted = uninterrupted()
-    if old in EXACT and new in EXACT:
-        assert as_bits(found) == as_bits(wanted)
-    # 20 stochastically rounded steps of 1e-2 in bfloat16, or moments in 8 bits.
-    bound = 0.1 if "stochastic" in (old, new) else 5e-3
+    # 20 stochastically rounded steps of 1e-2 in bfloat16; moments or remainders in 8 bits;
+    # nothing, but that XLA rounds a product and a sum once or twice in each step.
+    bound = 5e-6 if {old, new} <= EXACT else 5e-3
+    bound = 0.1 if "stochastic" in (old, new) else bound
     difference = jax.tree.map(
         lambda a, b: np.abs(np.asarray(a, np.float32) - b).max(), found, wanted
     )
@@ -122,6 +123,42 @@ def test_a_scale_and_its_counters_go_over():
     assert as_bits(next(counters)) == as_bits(next(counters))
     to_tx = optax_mp.static_loss_scale(masters(adamw), 8.0)
     assert optax_mp.convert_opt_state(state, params, tx, to_tx).scale == 8.0
+
+
+def test_random_numbers_go_on_between_forms_that_draw_them():
+    """Numbers that came again would not be right on average. Others have no counter."""
+    old, params, state = start_of("split 8")
+    params, state = train(old, params, state, range(3))
+    counts = {}
+    for name in ("5 bytes", "split 16"):
+        new = FORMS[name]()
+        there = optax_mp.convert_opt_state(state, params, old, new)
+        back = optax_mp.convert_opt_state(there, params, new, old)
+        counts[name] = [there.step_count, back.step_count]
+        # Remainders of 8 bits lose nothing on the way, but a tie that 16 bits hold.
+        assert as_bits(back.master_params) == as_bits(state.master_params)
+    assert counts == {"5 bytes": [3, 3], "split 16": [None, 0]}
+    scaled = optax_mp.dynamic_loss_scale(old)
+    there = optax_mp.convert_opt_state(state, params, old, scaled)
+    assert there.inner_state.step_count == 3
+
+
+def test_codes_of_8_and_of_16_bits_become_each_other():
+    wide = optax_mp.low_bit_state(adamw, min_size=64, bits=16)
+    params = {"w": jnp.ones((32, 32)), "b": jnp.zeros(3)}
+    params, state = train(low_bit, params, low_bit.init(params), range(3))
+    there = optax_mp.convert_opt_state(state, params, low_bit, wide)
+    assert avals(there) == avals(wide.init(params))
+    back = optax_mp.convert_opt_state(there, params, wide, low_bit)
+    assert avals(back) == avals(state)
+    for field in ("mu", "nu"):
+        forms = (getattr(x.inner_state[0], field)["w"] for x in (state, there, back))
+        old, wide, again = (np.asarray(decode(x)) for x in forms)
+        largest = np.abs(old).max()
+        # Half a code of 16 bits, 3e-5 of its root, four times in a fourth power.
+        np.testing.assert_allclose(wide, old, rtol=2e-3, atol=1e-6 * largest)
+        # And half one of 8: a scale that is nearer to the largest has other codes.
+        np.testing.assert_allclose(again, old, rtol=0.1, atol=1e-3 * largest)
 
 
 def test_groups_keep_whether_their_updates_were_rounded():

@@ -70,8 +70,7 @@ def moved(path, run, layout, make):
 
 
 def in_host_memory(placed):
-    small = {"chunk_bytes": 2**14, "min_size": 256}
-    return optax_mp.offload(compact(), **small, param_shardings=placed)
+    return optax_mp.offload(compact(), min_size=256)
 
 
 def in_device_memory(placed):

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optax_mp.compact._random_numbers import (
+from optax_mp._random_numbers import (
     round_stochastically,
     rounding_keys,
     uniform_numbers,

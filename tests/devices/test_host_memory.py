@@ -19,29 +19,12 @@ pytestmark = [
 rows = functools.partial(rows_of, "host_memory.py")
 
 
-@pytest.mark.parametrize("table", ["One", "Rows"])
-def test_the_device_needs_two_chunks_and_an_update_and_the_host_no_copy(
-    table, tmp_path
-):
-    found = rows(tmp_path, "--tables", table, "--rows", "masters,5")
-    assert len(found) == (9 if table == "One" else 3)
-    for row in found:
-        state = 3.125 if row["step"].startswith("5.1") else 12
-        assert row["state on the host"] == row["overwritten there"] == state, row
+def test_the_state_is_on_the_device_during_a_step_alone(tmp_path):
+    found = rows(tmp_path, "--tables", "One", "--rows", "masters, c;compact, l")
+    assert len(found) == 2
+    for row, state in zip(found, (12, 3), strict=True):
+        assert row["state on the host"] == row["overwritten there"], row
+        assert row["state on the host"] == pytest.approx(state, abs=0.01), row
         assert row["device holds"] == pytest.approx(4, abs=0.01), row
-        assert row["host temporaries, MiB"] == 0, row
-        assert row["by take_step on the host, MiB"] == 0, row
-        if row["step"] == "masters, clipped updates":  # it needs whole leaves
-            continue
-        assert row["by take_step, MiB"] <= 1.1 * 2 * 64, row
-        # 163 of 160, 227 of 192 and 322 of 256 MiB are taken.
-        most = 1.3 * row["two chunks and an update, MiB"]
-        assert row["device temporaries, MiB"] <= most, row
-
-
-def test_a_state_larger_than_the_device_compiles(tmp_path):
-    (row,) = rows(tmp_path, "--tables", "Larger", "--rows", "masters")
-    assert row["state on the host, GiB"] == 18
-    assert row["device holds, GiB"] + row["temporaries, GiB"] < 6.5
-    assert row["host temporaries, GiB"] == 0
-    assert row["without `offload`"].startswith("out of memory")
+        # One array of codes, which a TPU stores in other tiles than its host.
+        assert row["host temporaries"] <= 0.25, row

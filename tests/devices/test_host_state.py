@@ -9,7 +9,7 @@ from comparison import as_bits
 from host_memory import (
     ADAMW,
     compact,
-    in_chunks,
+    hosted,
     kinds,
     masters,
     needs_memories,
@@ -32,7 +32,7 @@ def run(request):
     """Return the form, params and its state after two steps, on the device and not."""
     inner = FORMS[request.param]()
     params, plain, _ = train(inner, 2, params=few_params())
-    places = jax.tree.map(lambda x: x.sharding, in_chunks(inner).init(params))
+    places = jax.tree.map(lambda x: x.sharding, hosted(inner).init(params))
     return inner, params, plain, jax.device_put(plain, places)
 
 
@@ -78,10 +78,10 @@ def test_a_conversion_puts_each_array_where_the_new_form_has_it(run, to):
     )
     other = FORMS[to]()
     want = optax_mp.convert_opt_state(plain, params, inner, other)
-    device, host = memory_of(want), memory_of(in_chunks(other).init(params))
+    device, host = memory_of(want), memory_of(hosted(other).init(params))
     for start, from_tx, to_tx, memory in (
-        (plain, inner, in_chunks(other), host),
-        (state, in_chunks(inner), other, device),
+        (plain, inner, hosted(other), host),
+        (state, hosted(inner), other, device),
     ):
         got = optax_mp.convert_opt_state(start, params, from_tx, to_tx)
         assert as_bits(got) == as_bits(want)
@@ -90,7 +90,7 @@ def test_a_conversion_puts_each_array_where_the_new_form_has_it(run, to):
 
 def test_checkpoints_are_checked(run):
     inner, params, _, state = run
-    for template in (in_chunks(inner).init(params), inner.init(params)):
+    for template in (hosted(inner).init(params), inner.init(params)):
         optax_mp.check_checkpoint(state, template)
         optax_mp.check_checkpoint(jax.tree.map(np.asarray, state), template)
     other = masters(optax.sgd(0.1, momentum=0.9)).init(params)
@@ -99,7 +99,7 @@ def test_checkpoints_are_checked(run):
 
 
 def test_metrics_are_those_of_the_same_state_on_the_device():
-    tx = optax_mp.dynamic_loss_scale(in_chunks(masters()))
+    tx = optax_mp.dynamic_loss_scale(hosted(masters()))
     params = few_params()
     bad = jax.tree.map(lambda p: p * jnp.nan, params)
     _, state = jax.jit(tx.update)(bad, jax.jit(tx.init)(params), params)
@@ -112,7 +112,7 @@ def test_metrics_are_those_of_the_same_state_on_the_device():
 
 
 def test_a_report_tells_state_that_was_moved_to_the_device_unnoticed():
-    tx, params = in_chunks(ADAMW), few_params()
+    tx, params = hosted(ADAMW), few_params()
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = jax.jit(tx.init)(params)
     assert optax_mp.memory_report(state, params).host_bytes > 0

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import pytest
 from communication import sent_by
 from comparison import as_bits
-from host_memory import HOST, UNFUSED, in_chunks, kinds, masters, needs_memories, scaled
+from host_memory import (
+    ADAMW,
+    HOST,
+    UNFUSED,
+    hosted,
+    kinds,
+    masters,
+    needs_memories,
+    scaled,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 from sharded_arrays import arrays, compact, mesh_of, shardings
 from steps import by_update
@@ -17,7 +26,11 @@ import optax_mp
 pytestmark = [needs_memories, pytest.mark.slow]
 
 
-FORMS = {"masters": masters, "compact": compact, "scaled": lambda: scaled(masters())}
+def split():
+    return optax_mp.mixed_precision(ADAMW, storage=optax_mp.Split(8))
+
+
+FORMS = [masters, split, compact, lambda: scaled(masters())]
 
 
 def steps(tx, params, state, grads):
@@ -44,11 +57,11 @@ def assert_placed_like(state, plain):
         assert x.sharding.is_equivalent_to(placement, x.ndim), (x.sharding, placement)
 
 
-def check(mesh, knows_layout):
+def check(mesh):
     placed = shardings(mesh)
     params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
-    for make in FORMS.values():
-        tx = in_chunks(make(), param_shardings=placed if knows_layout else None)
+    for make in FORMS:
+        tx = hosted(make())
         state = tx.init(params)
         assert_placed_like(state, jax.jit(make().init)(params))
         copies = jax.tree.map(jnp.copy, params)
@@ -61,14 +74,15 @@ def check(mesh, knows_layout):
         assert collectives <= known, collectives
 
 
-@pytest.mark.parametrize("known", ["by settings", "nothing", "by types"])
-def test_sharded_state_is_where_it_is_without(known):
-    mesh = mesh_of("Explicit" if known == "by types" else "Auto")
-    with jax.set_mesh(mesh) if known == "by types" else contextlib.nullcontext():
-        check(mesh, knows_layout=known == "by settings")
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_state_is_where_it_is_without(kind):
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh) if kind == "Explicit" else contextlib.nullcontext():
+        check(mesh)
 
 
-def test_in_shard_map():
+@pytest.mark.parametrize("make", [masters, split])
+def test_in_shard_map(make):
     mesh = mesh_of("Auto")
     rows = NamedSharding(mesh, PartitionSpec("a"))
     # Two leaves: XLA makes a division by a number that is used once a product.
@@ -76,23 +90,24 @@ def test_in_shard_map():
         {k: jax.device_put(arrays(i)[k], rows) for k in ("rows", "both")}
         for i in (0, 1)
     )
-    tx, plain = in_chunks(masters()), masters()
+    tx, plain = hosted(make()), make()
     state = tx.init(params)
     spec = jax.tree.map(
         lambda x: PartitionSpec("a") if x.ndim else PartitionSpec(), state
     )
     params_spec = jax.tree.map(lambda x: PartitionSpec("a"), params)
-    update = jax.shard_map(
-        tx.update,
-        mesh=mesh,
-        in_specs=(params_spec, spec, params_spec),
-        out_specs=(params_spec, spec),
-        check_vma=False,
-    )
-    options = {"compiler_options": UNFUSED}
-    updates, new = jax.jit(update, **options)(grads, state, params)
-    want = jax.jit(plain.update, **options)(grads, plain.init(params), params)
-    assert as_bits((updates, new)) == as_bits(want)
+
+    def update(tx, state):
+        sharded = jax.shard_map(
+            tx.update,
+            mesh=mesh,
+            in_specs=(params_spec, spec, params_spec),
+            out_specs=(params_spec, spec),
+        )
+        return jax.jit(sharded, compiler_options=UNFUSED)(grads, state, params)
+
+    updates, new = update(tx, state)
+    assert as_bits((updates, new)) == as_bits(update(plain, plain.init(params)))
     assert kinds(new) == {"Host", "Device"}
 
 
@@ -102,14 +117,11 @@ def test_zero1_inside_and_around():
         jax.device_put(arrays(i), NamedSharding(mesh, PartitionSpec())) for i in (0, 1)
     )
     want = on_one_device(masters())
-    for tx, by_chunks in (
-        (in_chunks(optax_mp.zero1(masters(), mesh, ("a", "b"))), False),
-        (optax_mp.zero1(in_chunks(masters()), mesh, ("a", "b")), True),
+    for tx in (
+        hosted(optax_mp.zero1(masters(), mesh, ("a", "b"))),
+        optax_mp.zero1(hosted(masters()), mesh, ("a", "b")),
     ):
         state = tx.init(params)
-        program = str(jax.make_jaxpr(tx.update)(grads, state, params))
-        # Each device takes the chunks of its share.
-        assert (program.count("shard_map[") == len(params)) == by_chunks
         assert kinds(state) == {"Host", "Device"}
         parts = [x.addressable_shards[0].data for x in jax.tree.leaves(state)]
         whole = [x for x in jax.tree.leaves(state)]

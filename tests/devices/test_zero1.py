@@ -1,7 +1,5 @@
 """Where states lie on eight devices, with and without `zero1`."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +10,9 @@ from comparison import as_bits, avals
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from slow_cases import mostly_slow
-from steps import by_take_step, by_update
+from steps import by_update
 
 import optax_mp
-from optax_mp.devices import _zero1
 from optax_mp.devices._shardings import choose_cut
 
 pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
@@ -82,9 +79,9 @@ def compiled_step(tx, params, mesh):
     return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x).compile()
 
 
-def run(tx, params, grads, state=None, way=by_update, programs=None):
+def run(tx, params, grads, state=None, programs=None):
     """Return params and state after these gradients, and so many programs."""
-    step = jax.jit(way(tx))
+    step = jax.jit(by_update(tx))
     state = jax.jit(tx.init)(params) if state is None else state
     for grad in grads:
         params, state = step(params, state, grad)
@@ -117,12 +114,12 @@ def bytes_on_each_device(tree):
 
 
 @mostly_slow(
-    ("name", "count", "way"),
-    [*((name, 8, by_take_step) for name in FORMS), ("5.1 bytes", 2, by_update)],
-    lambda name, count, way: name == "scaled" and way == by_take_step,
+    ("name", "count"),
+    [*((name, 8) for name in FORMS), ("5.1 bytes", 2)],
+    lambda name, count: name == "scaled",
 )
-def test_results_are_those_of_one_device_and_each_holds_its_part(name, count, way):
-    """Params, masters, codes, scales, shifts and counts of steps."""
+def test_results_are_those_of_one_device_and_each_holds_its_part(name, count):
+    """Params, masters, codes, scales and counts of steps."""
     bare, params = FORMS[name](), weights()
     grads = gradients(params, 3)
     if name == "scaled":
@@ -131,7 +128,7 @@ def test_results_are_those_of_one_device_and_each_holds_its_part(name, count, wa
     tx = optax_mp.zero1(bare, mesh, "data")
     placed = everywhere(mesh, params)
     start = tx.init(placed)
-    got, state = run(tx, placed, grads, start, way, programs=1)
+    got, state = run(tx, placed, grads, start, programs=1)
     assert as_bits((got, state)) == as_bits(run(bare, params, grads))
     assert avals(state) == avals(start)
     assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
@@ -157,52 +154,12 @@ def test_params_are_gathered_once_in_their_own_dtype(dtype, bits):
     assert others <= {"all-reduce", "reduce-scatter"}, sent
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [("Auto", by_update), ("Explicit", by_take_step)]
-)
-def test_a_kernel_takes_the_part_of_each_device(kind, way):
-    """The layout is known, without a warning, also in a `jit` within `jit`."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
-    tx = optax_mp.zero1(FORMS["5.1 bytes"](), mesh, "data")
-    whole = NamedSharding(mesh, P())
-    shapes = {"w": (256, 1024), "odd": (77, 120)}
-    with jax.set_mesh(mesh):
-        params = {
-            name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
-            for name, shape in shapes.items()
-        }
-        args = params, tx.init(params), params
-        step = jax.jit(way(tx))
-        traced = jax.jit(lambda *args: step(*args)).trace(*args)
-        # A GPU also has one for the matrix of no whole rows.
-        calls = {"tpu": ("tpu_custom_call", 1), "cuda": ("triton", 2)}
-        if jax.__version_info__ >= (0, 11):  # later ones want a GPU in the mesh
-            del calls["cuda"]
-        for platform, (call, count) in calls.items():
-            text = traced.lower(lowering_platforms=(platform,)).as_text()
-            assert text.count(call) == count, platform
-        rows = optax_mp.step_report(tx, *args).rows
-    assert [row.tpu for row in rows][1] == "kernel, not proved here"
-
-
-def test_large_params_are_gathered_one_after_another(monkeypatch):
-    """So that a TPU has one copy beside the params, and not one of each."""
-    mesh = mesh_of(8, 1)
-    tx = optax_mp.zero1(FORMS["full copies"](), mesh, "data")
-    params = everywhere(mesh, {k: jnp.ones((16, 8), "bfloat16") for k in "abc"})
-    args = params, tx.init(params), params
-    for least, count in ((2**24, 0), (256, 2)):
-        monkeypatch.setattr(_zero1, "_LARGE", least)
-        text = str(jax.make_jaxpr(by_take_step(tx))(*args))
-        assert text.count("optimization_barrier") == count
-
-
 def test_a_state_that_lies_otherwise_is_named_and_moved():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     tx = optax_mp.zero1(FORMS["full copies"](), mesh, "data")
     params = everywhere(mesh, {"w": jnp.ones((16, 8), jnp.bfloat16)})
     with jax.set_mesh(mesh):
-        state, step = tx.init(params), jax.jit(by_take_step(tx))
+        state, step = tx.init(params), jax.jit(by_update(tx))
         want = step(params, state, params)
         message = r"master_params\['w'\] of the state.*state_shardings\(tx, params\)"
         with pytest.warns(optax_mp.MixedPrecisionWarning, match=message):
@@ -244,13 +201,10 @@ def test_leaves_that_do_not_divide_are_handled():
     where = jax.tree.map(lambda p: p.sharding, params | {"count": jnp.int32(3)})
     tx = optax_mp.zero1(bare, mesh, "data", param_specs=where)
     grads = [g | {"count": None} for g in gradients(params, 3)]
-    for way in (by_take_step, lambda tx: lambda p, s, g: tx.update(g, s, p)):
-        results = [
-            jax.jit(way(x))(params, x.init(params), grads[0]) for x in (bare, tx)
-        ]
-        # A weight that stays has an update of -0.0 from zero1.
-        results = jax.tree.map(lambda x: x + 0, results)
-        assert as_bits(results[0]) == as_bits(results[1])
+    results = [jax.jit(x.update)(grads[0], x.init(params), params) for x in (bare, tx)]
+    # A weight that stays has an update of -0.0 from zero1.
+    results = jax.tree.map(lambda x: x + 0, results)
+    assert as_bits(results[0]) == as_bits(results[1])
     masters = results[1][1].master_params
     assert lies_as(masters["second"], NamedSharding(mesh, P(None, "data")))
     assert lies_as(masters["odd"], NamedSharding(mesh, P()))
@@ -297,7 +251,7 @@ def test_a_run_goes_on_with_and_without_and_on_other_devices(form):
     params, state = run(bare, params, grads[1:2], state)
     params, state = everywhere(other, (params, state))
     tx = optax_mp.zero1(bare, other, "data")
-    params, state = run(tx, params, grads[2:], state, by_take_step)
+    params, state = run(tx, params, grads[2:], state)
     assert as_bits((params, state)) == as_bits(want)
     parts = state.master_params["w"]
     assert lies_as(parts, NamedSharding(other, P("data")))
@@ -353,42 +307,13 @@ def test_two_axes_may_go_along_two_axes_of_an_array():
     assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
 
 
-@mostly_slow(
-    ("form", "dtype"),
-    [
-        ("full copies", "bfloat16"),
-        ("split 16", "float32"),
-        ("stochastic rounding", "bfloat16"),
-    ],
-    lambda form, dtype: form == "full copies",
-)
-def test_take_step_gathers_params_and_makes_no_update(form, dtype):
-    """`update` gives the same numbers, and nothing as large as a param is added."""
-    mesh = mesh_of(8, 1)
-    tx = optax_mp.zero1(FORMS[form](), mesh, "data")
-    random = np.random.default_rng(0)
-    params = everywhere(mesh, random.normal(size=(64, 48)).astype("bfloat16"))
-    params = params.at[0, 0].set(jnp.inf)
-    grads = jnp.asarray(random.normal(size=(64, 48)), dtype)
-    args = params, tx.init(params), grads
-    programs = [
-        jax.jit(x(tx)).lower(*args).compile() for x in (by_update, by_take_step)
-    ]
-    want, got = (program(*args) for program in programs)
-    assert as_bits(got) == as_bits(want)
-    assert avals(got) == avals(want)
-    sums = (re.search(r"\[64,48\]\S* (add|subtract)\(", x.as_text()) for x in programs)
-    assert list(map(bool, sums)) == [True, False]
-
-
-@pytest.mark.parametrize("way", [by_update, by_take_step])
-def test_a_skipped_step_changes_no_bit(way):
+def test_a_skipped_step_changes_no_bit():
     mesh = mesh_of(8, 1)
     tx = optax_mp.zero1(FORMS["scaled"](), mesh, "data")
     values = jnp.resize(jnp.bfloat16([-0.0, -jnp.inf, 1.5, 3e38]), (8, 4))
     params = everywhere(mesh, {"w": values})
     grads = {"w": jnp.full((8, 4), jnp.nan)}
-    new, _ = jax.jit(way(tx))(params, tx.init(params), grads)
+    new, _ = jax.jit(by_update(tx))(params, tx.init(params), grads)
     assert as_bits(new) == as_bits(params)
 
 

@@ -8,6 +8,7 @@ import pytest
 from communication import collectives_in, sent_by
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from loop_forms import FORMS
+from low_bit_examples import is_quantized
 from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
@@ -38,10 +39,15 @@ def step_of(tx):
     return step
 
 
-def assert_sends_nothing_but_flags(compiled, name):
-    """With a loss scale, once, whether all gradients are finite."""
-    assert len(collectives_in(compiled)) == (name == "scaled"), name
-    assert {n for _, _, n in sent_by(compiled)} <= {1}, name
+def assert_sends_little(compiled, state, name):
+    """With a loss scale, whether gradients are finite; the largest of shared lines."""
+    sent = sent_by(compiled)
+    found = jax.tree.leaves(state, is_leaf=is_quantized)
+    scales = jax.tree.leaves([x.scales for x in found if is_quantized(x)])
+    lines = sum(x.size for x in scales)
+    assert {kind for kind, _, _ in sent} <= {"all-reduce"}, name
+    assert len(collectives_in(compiled)) <= 2 * bool(lines) + (name == "scaled"), name
+    assert sum(n for _, _, n in sent) <= lines + (name == "scaled"), name
 
 
 def linen_params(box):
@@ -76,11 +82,13 @@ def test_haliax_states_are_sharded_by_their_axes(name):
         params, state = haliax.named_jit(init)()
         advance = step_of(FORMS[name])
         step = jax.jit(advance).lower(params, state).compile()
-        assert_sends_nothing_but_flags(step, name)
+        assert_sends_little(step, state, name)
         _, new_state = haliax.named_jit(advance)(params, state)
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     for leaf in jax.tree.leaves((state, new_state)):
-        assert leaf.ndim == 0 or not leaf.sharding.is_fully_replicated, leaf.shape
+        # All devices share a line along the axis that is sharded, and its scale.
+        is_whole = leaf.sharding.is_fully_replicated
+        assert leaf.ndim == 0 or not is_whole or 1 in leaf.shape, leaf.shape
 
 
 @in_each_form
@@ -98,7 +106,7 @@ def test_linen_states_are_sharded_by_their_boxes(name):
     params, state = jax.jit(init, out_shardings=shardings)()
     jax.tree.map(jax.device_put, nn.meta.unbox(state), shardings[1])
     step = jax.jit(step_of(tx)).lower(params, state).compile()
-    assert_sends_nothing_but_flags(step, name)
+    assert_sends_little(step, state, name)
     params, state = step(params, state)
     assert jax.tree.structure(state) == jax.tree.structure(abstract[1])
 
@@ -128,7 +136,8 @@ def test_nnx_optimizers_are_described_under_a_mesh(name):
         nnx.get_partition_spec(nnx.state(abstract))
         _, optimizer = nnx.jit(make)()
     for leaf in jax.tree.leaves(nnx.state(optimizer)):
-        assert leaf.ndim < 2 or "fsdp" in leaf.sharding.spec, (name, leaf.shape)
+        is_part = "fsdp" in leaf.sharding.spec or 1 in leaf.shape
+        assert leaf.ndim < 2 or is_part, (name, leaf.shape)
 
 
 def largest_axis(x):
@@ -175,7 +184,7 @@ def test_a_rule_by_shape_for_params_and_state_shardings_for_the_state(name):
         assert found.is_equivalent_to(x.sharding, x.ndim), (name, x, found)
     out = shardings, chosen
     step = jax.jit(step_of(tx), out_shardings=out).lower(params, state).compile()
-    assert_sends_nothing_but_flags(step, name)
+    assert_sends_little(step, state, name)
 
 
 def test_zero1_and_offload_say_where_their_state_is():
@@ -195,20 +204,12 @@ def test_zero1_and_offload_say_where_their_state_is():
         assert chosen.inner_state.step_count.memory_kind == "device"
 
 
-def in_one_pass(params, state):
-    return optax_mp.take_step(COMPACT, params, state, params)
+# Axes that do not divide into lines or groups of one length on eight devices.
+UNEVEN = (1024, 2056), (128, 2080), (64, 264), (2880, 2880), (6, 128, 5504), (3, 64, 96)
 
 
-# Most of these are no multiples of 8 x 32: parts of them are not of blocks of 32.
-UNEVEN = (1024, 2056), (80, 2080), (64, 264), (2880, 2880), (6, 64, 5504), (3, 64, 96)
-
-
-@mostly_slow(
-    ("axis", "step"),
-    [(axis, step) for axis in (-1, -2) for step in (step_of(COMPACT), in_one_pass)],
-    lambda axis, step: axis == -1 and step is in_one_pass,
-)
-def test_nothing_is_gathered_where_axes_are_no_multiples_of_blocks(axis, step):
+@mostly_slow("axis", [-1, -2], (-1).__eq__)
+def test_nothing_is_gathered_where_axes_do_not_divide(axis):
     params = []
     for shape in UNEVEN:
         spec = [None] * len(shape)
@@ -217,5 +218,6 @@ def test_nothing_is_gathered_where_axes_are_no_multiples_of_blocks(axis, step):
         params.append(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where))
     state = COMPACT.init(params)
     for x in jax.tree.leaves(state):
-        assert not x.ndim or x.sharding.spec[axis] == "fsdp", x
-    assert not sent_by(jax.jit(step).lower(params, state).compile())
+        assert not x.ndim or x.sharding.spec[axis] == "fsdp" or 1 in x.shape, x
+    step = jax.jit(step_of(COMPACT)).lower(params, state).compile()
+    assert_sends_little(step, state, "5.1 bytes")

@@ -12,7 +12,6 @@ from comparison import as_bits
 from guide import names_of
 from loop_forms import FORMS
 from recent_flax import recent_nnx
-from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -20,28 +19,6 @@ nnx = recent_nnx()
 train_state = pytest.importorskip("flax.training.train_state")
 pytest.importorskip("orbax.checkpoint")
 X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
-
-
-@mostly_slow("form", ["FullCopy", "5.1 bytes", "scaled"], lambda x: x == "FullCopy")
-def test_take_step_does_what_an_nnx_optimizer_does(form):
-    take_step, runs = names_of("nnx.md", "take_step")["take_step"], []
-
-    def update(optimizer, model, grads):
-        optimizer.update(model, grads)
-
-    for advance in (take_step, update):
-        model = nnx.Linear(128, 128, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, FORMS[form], wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, advance=advance):
-            grads = nnx.grad(lambda model: (model(X) ** 2).mean())(model)
-            advance(optimizer, model, grads)
-
-        for _ in range(3):
-            step(model, optimizer)
-        runs.append(as_bits(nnx.as_pure(nnx.state((model, optimizer)))))
-    assert runs[0] == runs[1]
 
 
 @pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")  # eager

@@ -1,7 +1,6 @@
 """with_average: what NumPy makes of the weights after each step that is taken."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +8,14 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
-from host_memory import HOST, UNFUSED, kinds, needs_memories
+from host_memory import UNFUSED, kinds, needs_memories
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from slow_cases import mostly_slow
-from steps import by_take_step, by_update
+from steps import by_update
 
 import optax_mp
-from optax_mp.masters import _average
 from optax_mp.masters._average import AverageState
-from optax_mp.wrappers._context import Plan
 
 # Products with a half are exact, so that it does not matter what XLA contracts.
 HALF = 0.5**0.5  # to the second power
@@ -50,10 +47,10 @@ def each(trees, i):
     return jax.tree.map(lambda x: x[i], trees)
 
 
-def train(tx, params, grads, step=by_update, state=None):
+def train(tx, params, grads, state=None):
     """Return params and state after jitted steps, and weights and averages of each."""
     state = jax.jit(tx.init)(params) if state is None else state
-    jitted = jax.jit(step(tx), donate_argnums=(0, 1), compiler_options=UNFUSED)
+    jitted = jax.jit(by_update(tx), donate_argnums=(0, 1), compiler_options=UNFUSED)
 
     @jax.jit
     def read(state, params):
@@ -86,23 +83,16 @@ def float32_of(trace, name):
 
 
 @pytest.mark.parametrize(
-    ("inner", "step"),
-    [
-        (SGD, by_update),
-        (MASTERS, by_update),
-        (MASTERS, by_take_step),
-        (COMPACT, by_take_step),
-        (optax_mp.stochastic_rounding(SGD), by_take_step),
-    ],
-    ids=["params", "full copies", "taken", "compact", "stochastic"],
+    "inner",
+    [SGD, MASTERS, COMPACT, optax_mp.stochastic_rounding(SGD)],
+    ids=["params", "full copies", "compact", "stochastic"],
 )
-@pytest.mark.filterwarnings("ignore:take_step. this step runs without")
-def test_it_is_the_average_of_the_weights(inner, step):
+def test_it_is_the_average_of_the_weights(inner):
     params, grads, start = params_of(), gradients(6), 3
     if inner is SGD:  # fails for integers
         params["count"] = grads["count"] = optax.MaskedNode()
     tx = averaged(inner, start=start)
-    new_params, state, weights, averages = train(tx, params, grads, step)
+    new_params, state, weights, averages = train(tx, params, grads)
     assert state.average["count"] == optax.MaskedNode()
     assert int(state.step_count) == 6
     for name in SHAPES:
@@ -232,26 +222,24 @@ def test_boxes_masks_and_edits():
     assert state.average["w"].tolist() == [0.75, 0.75]
 
 
+hosted = functools.partial(optax_mp.offload, min_size=64)
+
+
 @mostly_slow(
-    ("order", "step"),
-    itertools.product(
-        ("alone", "zero1 around", "zero1 inside", "host"), (by_update, by_take_step)
-    ),
-    lambda order, step: (order in ("alone", "zero1 around")) == (step is by_take_step),
+    "order",
+    ["alone", "zero1 around", "zero1 inside", "host"],
+    {"alone", "zero1 around"}.__contains__,
 )
 @needs_memories
-@pytest.mark.filterwarnings("ignore:take_step. this step runs without")
-def test_on_eight_devices_it_is_sharded_as_the_params_are(order, step, monkeypatch):
-    monkeypatch.setattr(_average, "_PLAN", Plan(min_size=64, chunk_bytes=64))
+def test_on_eight_devices_it_is_sharded_as_the_params_are(order):
     mesh = jax.make_mesh((8,), ("data",))
     placed = NamedSharding(mesh, P() if "zero1" in order else P("data"))
-    hosted = {"memory_kind": HOST, "param_shardings": placed}
     cut = functools.partial(optax_mp.zero1, mesh=mesh, axis="data")
     make = {
         "alone": averaged,
         "zero1 around": lambda x: cut(averaged(x)),
         "zero1 inside": lambda x: averaged(cut(x)),
-        "host": lambda x: averaged(x, **hosted),
+        "host": lambda x: hosted(averaged(x)),
     }[order]
     params = {"w": params_of()["w"]}
     on_mesh, tx = jax.device_put(params, placed), make(MASTERS)
@@ -259,43 +247,39 @@ def test_on_eight_devices_it_is_sharded_as_the_params_are(order, step, monkeypat
     if order == "alone":
         assert optax_mp.state_shardings(tx, on_mesh).average["w"] == placed
     state = tx.init(on_mesh)
-    after, state, *_ = train(tx, on_mesh, {"w": gradients(3)["w"]}, step, state)
+    after, state, *_ = train(tx, on_mesh, {"w": gradients(3)["w"]}, state)
     found = state.average["w"].sharding
     assert found.spec[:1] == ("data",), found
-    assert (found.memory_kind == HOST) == (order == "host")
+    assert (found.memory_kind == "pinned_host") == (order == "host")
     assert as_bits(state.average) == as_bits(want.average)
     average = optax_mp.average_params(state, after)
     assert as_bits(average) == as_bits(want.average)
 
 
-hosted = functools.partial(averaged, memory_kind=HOST)
-off = functools.partial(optax_mp.offload, min_size=64, chunk_bytes=256)
 IN_HOST_MEMORY = {
-    "in a scale": (by_update, lambda x: scaled(hosted(x))),
-    "taken": (by_take_step, lambda x: hosted(scaled(x))),
-    "both": (by_take_step, lambda x: off(hosted(scaled(x)))),
-    "of the state": (by_update, lambda x: averaged(off(scaled(x)))),
+    "around": lambda x: hosted(averaged(scaled(x))),
+    "in a scale": lambda x: scaled(hosted(averaged(x))),
+    "inside": lambda x: averaged(hosted(scaled(x))),
+    "inside of a scale": lambda x: averaged(scaled(hosted(x))),
 }
 
 
 @needs_memories
 @mostly_slow(
     ("inner", "form"),
-    [(MASTERS, form) for form in IN_HOST_MEMORY] + [(COMPACT, "taken")],
-    lambda inner, form: inner is COMPACT or form in ("in a scale", "of the state"),
+    [(MASTERS, form) for form in IN_HOST_MEMORY] + [(COMPACT, "inside")],
+    lambda inner, form: inner is MASTERS and form in ("in a scale", "inside"),
 )
-@pytest.mark.filterwarnings("ignore:take_step. this step runs without")
-def test_in_host_memory_the_bits_are_the_same(inner, form, monkeypatch):
-    monkeypatch.setattr(_average, "_PLAN", Plan(min_size=64, chunk_bytes=256))
-    step, make = IN_HOST_MEMORY[form]
+def test_in_host_memory_the_bits_are_the_same(inner, form):
     params = {"w": params_of()["w"], "b": params_of()["b"]}
     grads = {k: gradients(4, bad=(1,))[k] for k in "wb"}
     want = train(averaged(scaled(inner)), params, grads)
-    got = train(make(inner), params, grads, step)
+    got = train(IN_HOST_MEMORY[form](inner), params, grads)
     assert as_bits(got[2:]) == as_bits(want[2:])
     ((_, node),) = optax_mp.trees._states.find_states(got[1], AverageState)
-    where = "Device" if form == "of the state" else "Host"
-    assert kinds(node.average) == {where, "Device"}
+    is_on_host = form in ("around", "in a scale")
+    assert kinds(node.average["w"]) == {"Host" if is_on_host else "Device"}
+    assert kinds(got[1]) == {"Device", "Host"}
 
 
 def test_reports_checkpoints_and_conversions_know_it():
@@ -321,14 +305,13 @@ def test_reports_checkpoints_and_conversions_know_it():
 
 
 @needs_memories
-def test_a_conversion_gives_each_param_its_own_average(monkeypatch):
-    monkeypatch.setattr(_average, "_PLAN", Plan(min_size=64, chunk_bytes=256))
+def test_a_conversion_gives_each_param_its_own_average():
     split = functools.partial(optax.partition, param_labels={"w": "x", "b": "y"})
     fast, slow = (functools.partial(averaged, every=x) for x in (1, 2))
     forms = {
         "nested": slow(fast(MASTERS)),
         "groups": split({"x": slow(MASTERS), "y": fast(MASTERS)}),
-        "hosted": hosted(fast(MASTERS)),
+        "hosted": hosted(slow(fast(MASTERS))),
         "around groups": slow(split({"x": MASTERS, "y": MASTERS})),
     }
     # One label stands for a branch.
@@ -360,7 +343,7 @@ def test_wrong_arguments_and_averages_in_16_bits_are_said():
     for decay, error in ((1.0, ValueError), ("0.9", TypeError)):
         with pytest.raises(error, match="`decay` .* less than 1, such as 0.999, got"):
             optax_mp.with_average(SGD, decay)
-    for name, value in (("every", 0), ("start", -1), ("memory_kind", "disk")):
+    for name, value in (("every", 0), ("start", -1)):
         with pytest.raises(ValueError, match=f"with_average: .*{name}"):
             averaged(SGD, **{name: value})
     with pytest.raises(ValueError, match="average_params: .*without an AverageState"):

@@ -8,6 +8,7 @@ import pytest
 from comparison import as_bits, avals
 from jax.sharding import Mesh
 from slow_cases import mostly_slow
+from steps import by_update
 
 import optax_mp
 
@@ -56,10 +57,8 @@ def by_jax(state, params, x):
 
 
 @mostly_slow("form", FORMS, lambda form: form in ("masters", "loss scale"))
-@pytest.mark.parametrize(
-    ("way", "gradient"), [("take_step", by_value_and_grad), ("apply_updates", by_jax)]
-)
-def test_integer_params_stay_in_everybodys_loop(form, way, gradient):
+@pytest.mark.parametrize("gradient", [by_value_and_grad, by_jax])
+def test_integer_params_stay_in_everybodys_loop(form, gradient):
     if form in ("loss scale", "link", "chain") and gradient is by_jax:
         pytest.skip("optax and the loss scale compute with all gradients")
     tx = FORMS[form]()
@@ -67,11 +66,7 @@ def test_integer_params_stay_in_everybodys_loop(form, way, gradient):
 
     @jax.jit
     def step(state, params, x):
-        grads = gradient(state, params, x)
-        if way == "take_step":
-            return optax_mp.take_step(tx, grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return by_update(tx)(params, state, gradient(state, params, x))
 
     params, after = step(state, PARAMS, jnp.ones((2, 64), jnp.bfloat16))
     assert avals((params, after)) == avals((PARAMS, state))
@@ -81,23 +76,16 @@ def test_integer_params_stay_in_everybodys_loop(form, way, gradient):
 
 
 @mostly_slow("form", sorted(FORMS.keys() - {"chain"}), {"loss scale"}.__contains__)
-@pytest.mark.parametrize("way", ["take_step", "eager apply_updates"])
-def test_a_python_float_is_a_param_as_in_plain_optax(form, way):
+@pytest.mark.parametrize("is_jitted", [True, False])
+def test_a_python_float_is_a_param_as_in_plain_optax(form, is_jitted):
     def train(tx, dtype):
         params = {"t": 1.5, "w": jnp.ones(2, dtype)}
         state = tx.init(params)
         kinds = avals(state)
-
-        def step(grads, state, params):
-            if way == "take_step":
-                return optax_mp.take_step(tx, grads, state, params)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        step = step if "eager" in way else jax.jit(step)
+        step = jax.jit(by_update(tx)) if is_jitted else by_update(tx)
         gradient = optax_mp.value_and_grad(lambda p: p["t"] ** 2 + 0 * p["w"].sum())
         for _ in range(3):
-            params, state = step(gradient(state, params)[1], state, params)
+            params, state = step(params, state, gradient(state, params)[1])
         return params["t"], avals(state) == kinds
 
     want, _ = train(optax.adamw(0.1), jnp.float32)
@@ -107,8 +95,7 @@ def test_a_python_float_is_a_param_as_in_plain_optax(form, way):
     np.testing.assert_allclose(want, 1.2, atol=0.01)
 
 
-@pytest.mark.parametrize("way", ["take_step", "apply_updates"])
-def test_a_param_frozen_by_none_stays(way):
+def test_a_param_frozen_by_none_stays():
     # Not with every rule: optax's adam itself takes no None.
     inner = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1, momentum=0.9))
     tx = optax_mp.mixed_precision(inner)
@@ -117,11 +104,7 @@ def test_a_param_frozen_by_none_stays(way):
     state = tx.init(params)
     message = r"expected a gradient of \['b'\], got None for the param bfloat16"
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=message):
-        if way == "take_step":
-            after, new_state = optax_mp.take_step(tx, grads, state, params)
-        else:
-            updates, new_state = tx.update(grads, state, params)
-            after = optax.apply_updates(params, updates)
+        after, new_state = by_update(tx)(params, state, grads)
     masters, new_masters = state.master_params, new_state.master_params
     assert as_bits((after["b"], new_masters["b"])) == as_bits(
         (params["b"], masters["b"])

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
-from own_storages import Negated, TwoBfloat16
+from own_storages import Coarse, Negated, TwoBfloat16
 from reference import rounded
 from slow_cases import mostly_slow
 
@@ -136,6 +136,27 @@ def test_a_run_is_converted_there_and_back(storage, other):
     assert as_bits(optax_mp.master_params(there, params)) == as_bits(masters)
     back = optax_mp.convert_opt_state(there, params, another, own)
     assert as_bits(back) == as_bits(state) and avals(back) == avals(state)
+
+
+def test_one_that_is_random_gets_a_key_for_each_step_and_param():
+    """So it moves as float32 does, by updates of a tenth of what it can hold."""
+    tx = mixed(Coarse(), optax.sgd(1.0))
+    params = {name: jnp.ones(1024, jnp.bfloat16) for name in "ab"}
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, 0.1 / 256), params)
+    state, moved = tx.init(params), []
+    for i in range(40):
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert int(state.step_count) == i + 1
+        found = optax_mp.master_params(state, params)
+        moved.append(np.stack([1 - np.asarray(found[name]) for name in "ab"]))
+    # Each of 2,048 masters takes 40 steps by 1 with probability 0.1: five deviations.
+    assert abs(moved[-1].mean() * 256 - 4) < 5 * np.sqrt(40 * 0.1 * 0.9 / 2048)
+    # At one step in one param, and in others, they are as unlike as steps can be.
+    steps = np.diff(np.reshape(moved, (40, 2048)), axis=0)
+    apart = np.abs(np.corrcoef(steps.reshape(-1, 1024)) - np.eye(78)).max()
+    assert apart < 5.5 / np.sqrt(1024)
+    assert avals(state) == avals(tx.init(params))
 
 
 def test_reports_count_what_is_stored():

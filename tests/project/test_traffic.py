@@ -2,6 +2,10 @@
 
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from benchmark_rows import BENCHMARKS
 
@@ -56,6 +60,20 @@ ENTRY %main (a: f32[4,4]) -> f32[4,4] {
 }
 """
 
+# Over eight devices: a sum in two halves, and a gather of two arrays in one piece.
+COLLECTIVES = """
+ENTRY %main (a: f32[32], b: bf16[4]) -> f32[32] {
+  %a = f32[32]{0} parameter(0)
+  %b = bf16[4]{0} parameter(1)
+  %s = f32[32]{0} all-reduce-start(%a), channel_id=1, to_apply=%add
+  %t = f32[32]{0} all-reduce-done(%s)
+  %u = f32[32]{0} all-reduce(%a), channel_id=1, to_apply=%add
+  %g = ((f32[32]{0}, bf16[4]{0}), (f32[256]{0}, bf16[32]{0})) all-gather-start(%t, %b)
+  %h = (f32[256]{0}, bf16[32]{0}) all-gather-done(%g), dimensions={0}
+  ROOT %r = f32[32]{0} negate(%u)
+}
+"""
+
 
 @pytest.fixture
 def traffic(monkeypatch):
@@ -77,3 +95,35 @@ def test_products_count_with_what_is_between_them(traffic):
     assert traffic.bytes_moved(PRODUCTS) == (products + between + 3 + 2) * array
     assert traffic.has_products(PRODUCTS)
     assert not traffic.has_products(LOOP)
+
+
+def test_collectives_read_and_write_and_count_once(traffic):
+    gathered = 256 * 4 + 32 * 2
+    assert traffic.collectives(COLLECTIVES) == [
+        ("all-reduce", 32 * 4),
+        ("all-gather", gathered),
+    ]
+    read_and_written = 3 * 2 * 32 * 4 + (32 * 4 + 4 * 2) + gathered
+    assert traffic.bytes_moved(COLLECTIVES) == read_and_written
+
+
+def test_the_form_by_hand_trains_like_adamw(traffic):
+    """It is what compiled steps are compared with, so it is to be AdamW."""
+    from by_hand import by_hand
+
+    def train(tx, dtype):
+        params = jnp.zeros((64, 128), dtype)
+        goal = jax.random.normal(jax.random.key(0), params.shape)
+
+        def step(carry, _):
+            params, state = carry
+            grads = params - goal.astype(dtype)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=200)
+        return np.asarray(params, np.float32)
+
+    exact = train(optax.adamw(1e-3), "float32")
+    found = train(by_hand(), "bfloat16")
+    assert np.linalg.norm(found - exact) < 0.02 * np.linalg.norm(exact)

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS
 from slow_cases import mostly_slow
+from steps import by_update
 
 import optax_mp
 
@@ -405,13 +406,13 @@ def test_an_overflow_in_one_layer_skips_the_step_of_all(name):
     def release(state, layers, rest_and_state, inputs):
         step = optax_mp.release_gradients(with_a_bad_layer, tx, max_norm=1.0)
         _, grads, *new = step(state, layers, rest_and_state[0], inputs)
-        return new, optax_mp.take_step(tx, grads, *rest_and_state[::-1])
+        return new, by_update(tx)(*rest_and_state, grads)
 
     @jax.jit
     def separate(state, params, inputs):
         gradients = optax_mp.value_and_grad(lambda p, x: with_a_bad_layer(*p, x))
         value, grads = gradients(state, params, inputs)
-        return optax_mp.take_step(whole, grads, state, params)
+        return by_update(whole)(params, state, grads)
 
     params = optax_mp.cast_floating((layers_of(), rest_of()), dtype)
     (layers, rest), other, moves = params, whole.init(params), 0
@@ -583,7 +584,7 @@ def test_a_state_in_host_memory_stays_there():
     assert_same(jax.device_get(released[2:]), jax.device_get(expected[2:]))
     refuse(
         "expected `tx` without `offload`, got",
-        optax_mp.offload(tx),
+        optax_mp.offload(tx, min_size=30),
         state=opt_state,
     )
 

@@ -155,7 +155,6 @@ REPORTS = {
     "gradient_range": lambda p: optax_mp.gradient_range_report(p),
     "update": lambda p: optax_mp.update_report(p, p),
     "memory": lambda p: optax_mp.memory_report(optax.trace(0.9).init(p), p),
-    "step": lambda p: optax_mp.step_report(ADAM, p, ADAM.init(p), p),
     "precision": lambda p: optax_mp.precision_report(product, p),
     "amp": lambda p: optax_mp.amp_report(product, p),
 }

@@ -84,12 +84,10 @@ WRAPPERS = {
         (mixed_precision(adam(), storage=Split(16)), 12),
         (mixed_precision(adam(), storage=Split(8)), 11),
         (adam(), 6),
-        # Blocks of 8 along axes this short.
+        # Two scales of 2 bytes for each of 32 rows, and for each array of one axis.
         (
-            mixed_precision(
-                low_bit_state(adam(), min_size=1, column_scales=False), storage=Split(8)
-            ),
-            5.5,
+            mixed_precision(low_bit_state(adam(), min_size=1), storage=Split(8)),
+            5 + 4 * 34 / WEIGHTS,
         ),
         (mixed_precision(optax.sgd(0.1)), 6),
     ],
@@ -169,10 +167,9 @@ def test_codes_count_under_their_field_and_scales_apart():
         "remainders": n + 8,
         "mu": n + 4 * 8,
         "nu": n + 4 * 8,
-        "block scales": 2 * 2 * n // 32,
-        "column scales": 2 * n // 64,
+        "scales": 2 * 2 * 512,
     }
-    assert report.by_leaf()["['w']"] == 5 * n + 2 * 2 * n // 32 + 2 * n // 64
+    assert report.by_leaf()["['w']"] == 5 * n + 2 * 2 * 512
     assert report.float32_bytes == 12 * (n + 8) + rest
 
 

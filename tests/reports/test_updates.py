@@ -132,14 +132,15 @@ def test_reports_add_up():
         jax.jit(lambda p, u: optax_mp.update_report(p, u).stalled())(params, updates)
 
 
-def test_masters_lose_no_update_and_the_report_tells_what_they_save():
+@pytest.mark.parametrize("storage", [optax_mp.FullCopy(), optax_mp.Split(8)])
+def test_masters_lose_no_update_and_the_report_tells_what_they_save(storage):
     params = {"w": jnp.linspace(0.5, 1.5, 64, dtype=jnp.bfloat16)}
     masked = {"w": optax.MaskedNode(), "v": jnp.ones(2)}
     assert optax_mp.update_report(params | {"v": jnp.ones(2)}, masked).paths == (
         "['v']",
     )
     grads = {"w": jnp.full(64, 0.1)}
-    tx = optax_mp.mixed_precision(optax.sgd(1e-3))
+    tx = optax_mp.mixed_precision(optax.sgd(1e-3), storage=storage)
     state = tx.init(params)
     for number in range(30):
         masters = optax_mp.master_params(state, params)

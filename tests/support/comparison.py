@@ -31,7 +31,7 @@ def avals(tree):
 def check_alike(got, want, codes=1e-3, wider=2e-2):
     """Check (params, state) where the last place of a sum may differ.
 
-    XLA makes one rounding of a product and a sum, or two, as it puts them into kernels.
+    XLA makes one rounding of a product and a sum, or two, as it fuses them.
     """
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)

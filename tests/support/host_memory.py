@@ -16,7 +16,7 @@ needs_memories = pytest.mark.skipif(
 )
 # XLA for CPUs contracts a product and a sum in one program and not in another, by what
 # it fuses: without fusions the same operations give the same bits.
-# And that many small kernels are compiled as they are.
+# And that many small loops are compiled as they are.
 UNFUSED = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):
     UNFUSED["xla_cpu_use_fusion_emitters"] = False
@@ -40,9 +40,9 @@ def scaled(inner):
     return optax_mp.dynamic_loss_scale(inner, init_scale=4.0)
 
 
-def in_chunks(inner, **settings):
-    """Return `inner` with most of its state in host memory, in chunks of a few rows."""
-    return optax_mp.offload(inner, chunk_bytes=4096, min_size=256, **settings)
+def hosted(inner):
+    """Return `inner` with most of its state in host memory."""
+    return optax_mp.offload(inner, min_size=256)
 
 
 def random_params(dtype="bfloat16"):
@@ -82,9 +82,9 @@ def train(
 
 
 def assert_same_training(make, steps=4, **settings):
-    """Assert that `make(in_chunks)` trains as `make` of nothing does, to the bit."""
+    """Assert that `make(hosted)` trains as `make` of nothing does, to the bit."""
     want = train(make(lambda inner: inner), steps, **settings)
-    got = train(make(in_chunks), steps, **settings)
+    got = train(make(hosted), steps, **settings)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert as_bits(got) == as_bits(want)
     return got

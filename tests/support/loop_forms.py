@@ -1,6 +1,5 @@
 """The forms in which loops of frameworks keep their optimizer's state."""
 
-import jax.numpy as jnp
 import optax
 from own_storages import TwoBfloat16
 
@@ -20,7 +19,6 @@ _FORMS = {
     "two arrays": mixed_precision(ADAMW, storage=TwoBfloat16()),
     "5.1 bytes": mixed_precision(low_bit_state(ADAMW), storage=Split(bits=8)),
     "16 bits": mixed_precision(low_bit_state(ADAMW, bits=16)),
-    "bfloat16": mixed_precision(low_bit_state(ADAMW, dtype=jnp.bfloat16)),
     "chance": stochastic_rounding(low_bit_state(ADAMW)),
     "scaled": dynamic_loss_scale(mixed_precision(low_bit_state(ADAMW))),
     "accumulated": optax.MultiSteps(

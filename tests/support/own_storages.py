@@ -46,3 +46,26 @@ class TwoBfloat16:
     def advance(self, stored, param, master):
         stored = self.encode(master, param)
         return stored, self.decode(stored, param)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coarse:
+    """Keep a master as a multiple of 2^-8, rounded up or down at random."""
+
+    param_is_part = False
+    is_random = True
+
+    def takes(self, param_dtype, master_dtype):
+        return master_dtype == jnp.float32
+
+    def encode(self, master, param):
+        return jnp.round(master * 256).astype(jnp.int16)
+
+    def decode(self, stored, param):
+        return stored.astype(jnp.float32) / 256
+
+    def advance(self, stored, param, master, key):
+        # Keys are data: any generator takes them.
+        uniform = jax.random.uniform(jax.random.key(key[0]), master.shape)
+        stored = jnp.floor(master * 256 + uniform).astype(jnp.int16)
+        return stored, self.decode(stored, param)

@@ -25,10 +25,16 @@ def smallest_landing(param):
 def follow(master, dtype, bits):
     """Return the param that a master with a remainder of `bits` has.
 
-    Nearest; for bfloat16 ties go away from zero, after those of 24 bits with bits = 8.
+    Nearest. Ties of float16 go towards infinity if half a place does not fit into the
+    remainder; those of bfloat16 away from zero, after those of 24 bits with bits = 8.
     """
     if np.dtype(dtype) != ml_dtypes.bfloat16:
-        return rounded(master, dtype)
+        param = rounded(master, dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            above = np.nextafter(param, np.float16(np.inf))
+            excess = np.asarray(master, np.float64) - param
+        rises = (excess == _last_place(param) / 2) & np.isfinite(above)
+        return np.where(rises, above, param)
     pattern = master.view(np.uint32)
     negative, size = (pattern >> 31).astype(np.uint16), pattern & 0x7FFFFFFF
     finest = 2 ** (16 - bits)
@@ -52,7 +58,7 @@ def remainder(master, param, bits):
         return np.clip(places, lowest, highest).astype(f"int{bits}")
     excess = master.astype(np.float64) - param.astype(np.float64)
     places = np.rint(excess / _last_place(param) * 2**bits)
-    return np.clip(places, -highest, highest).astype(f"int{bits}")
+    return np.clip(places, lowest, highest).astype(f"int{bits}")
 
 
 def join(param, stored):
@@ -197,111 +203,57 @@ def scale_trace(rule, kinds):
     return [np.array(c, d) for c, d in zip(columns, dtypes, strict=True)]
 
 
-def block_layout(shape, block_size):
-    """Return the axis along which an array is cut into blocks, and their size.
+def whole_lines(x, lines):
+    """Return an array of the shape of `x`, with the entry of its line for each value.
 
-    The last axis that fills 4 blocks; else the longest, and of equals the last. Of an
-    eighth, fourth or half of it, as far as these are whole, a multiple: at least a
-    fourth of `block_size`, and a power of two, or else the nearest.
+    Args:
+        x: the values.
+        lines: an entry for each line: 1 along an axis that lines go along, its length
+            along others. Another length is that of groups of 256 neighbours.
     """
-    filled = [i for i, length in enumerate(shape) if length >= 4 * block_size]
-    longest = max(range(len(shape)), key=lambda i: (shape[i], i))
-    axis = filled[-1] if filled else longest
-    length = shape[axis]
-    if length % 2:
-        return axis, min(length, block_size)
-    part = next(length // n for n in (8, 4, 2) if length % n == 0)
-    for size in (block_size, block_size // 2, block_size // 4):
-        if size and part % size == 0:
-            return axis, size
-    sizes = [n for n in range(1, part + 1) if part % n == 0 and 8 * n >= block_size]
-    ratios = [max(n / block_size, block_size / n) for n in sizes]
-    return axis, sizes[np.argmin(ratios)] if sizes else part
+    for axis, (length, count) in enumerate(zip(x.shape, lines.shape, strict=True)):
+        size = 1 if count == length else length if count == 1 else 256
+        lines = np.repeat(lines, size, axis)
+        lines = lines[(slice(None),) * axis + (slice(length),)]
+    return lines
 
 
-def shift_layout(shape, block_size):
-    """Return the axis along which rows share shifts, and how many; None for no shifts.
+def line_scales(x, shape):
+    """Return bfloat16 scales in this shape, one for each line.
 
-    The last axis that is not that of the blocks. Groups divide what 8, 4 or 2 devices
-    have: 128, 64, 32 or 16 rows, or else the most eights of rows from 16 on, or else the
-    most rows from 8 on. Otherwise all rows, or 128 and a short last group.
+    The largest size in the line, rounded up to bfloat16: at least 2^-62, at most 2^125.
     """
-    others = [i for i in range(len(shape)) if i != block_layout(shape, block_size)[0]]
-    if not others or (length := shape[others[-1]]) == 1:
-        return None
-    part = next((length // n for n in (8, 4, 2) if length % n == 0), 0)
-    sizes = [
-        n
-        for n in (128, 64, 32, 16, *range(128, 15, -8), *range(128, 7, -1))
-        if part % n == 0
-    ]
-    return others[-1], sizes[0] if part and sizes else min(length, 128)
-
-
-def column_shifts(x, block_size):
-    """Return (uint8 shifts, the shift of each value).
-
-    A value's share is a power of two, by the exponents of it and of the largest in its
-    block. A column with shares of at most 2^-n, n > 1, is shifted by n + 1.
-    """
-    (axis, size), (along, rows) = (
-        f(x.shape, block_size) for f in (block_layout, shift_layout)
-    )
-    x = np.moveaxis(np.abs(np.asarray(x, np.float64)), (along, axis), (-2, -1))
-    each, made = np.zeros(x.shape, int), []
-    for top in range(0, x.shape[-2], rows):
-        group = x[..., top : top + rows, :]
-        share = np.zeros(group.shape)
-        for left in range(0, x.shape[-1], size):
-            block = group[..., left : left + size]
-            largest = block.max(-1, keepdims=True)
-            shares = np.frexp(block)[1] - np.frexp(largest)[1]
-            share[..., left : left + size] = np.where(block > 0, 2.0**shares, 0)
-        share = share.max(-2)
-        with np.errstate(divide="ignore"):
-            shift = np.where((share > 0) & (share <= 0.25), 1 - np.log2(share), 0)
-        made.append(np.minimum(shift, 120).astype(np.uint8))
-        each[..., top : top + rows, :] = made[-1][..., None, :]
-    return tuple(
-        np.moveaxis(y, (-2, -1), (along, axis)) for y in (np.stack(made, -2), each)
-    )
-
-
-def block_scales(x, block_size):
-    """Return (bfloat16 scales, the scale of each value in float64).
-
-    The largest size in each block, rounded up to bfloat16; none under 2^-126, where CPUs
-    see zero, and none over 2^126.
-    """
-    axis, block_size = block_layout(x.shape, block_size)
-    size = np.moveaxis(np.abs(np.asarray(x, np.float64)), axis, -1)
-    length = size.shape[-1]
-    starts = range(0, length, block_size)
-    largest = np.stack([size[..., i : i + block_size].max(-1) for i in starts], -1)
-    largest = np.where(largest < 2.0**-126, 0, np.minimum(largest, 2.0**126))
+    largest = np.zeros(shape)
+    numbers = whole_lines(x, np.arange(largest.size).reshape(shape))
+    np.maximum.at(largest.reshape(-1), numbers.ravel(), np.abs(x, dtype=float).ravel())
+    largest = np.clip(largest, 2.0**-62, 2.0**125)
     scales = largest.astype(ml_dtypes.bfloat16)
-    low = scales.astype(np.float64) < largest
-    scales = (scales.view(np.uint16) + low.astype(np.uint16)).view(ml_dtypes.bfloat16)
-    each = np.repeat(scales.astype(np.float64), block_size, -1)[..., :length]
-    return np.moveaxis(scales, -1, axis), np.moveaxis(each, -1, axis)
+    low = (scales.astype(np.float64) < largest).astype(np.uint16)
+    return (scales.view(np.uint16) + low).view(ml_dtypes.bfloat16)
 
 
-def block_share(x, scale):
-    """Return the sizes of finite values as shares of the scales of their blocks."""
-    share = np.abs(np.asarray(x, np.float64)) / np.where(scale == 0, 1, scale)
-    return np.where(scale == 0, 0, np.minimum(share, 1))
+# A code of the largest size is the scale; others are a root of their share of it.
+POWERS = {"int8": 4, "uint8": 8, "int16": 2, "uint16": 4}
 
 
-def block_codes(x, scale, dtype):
-    """Return the nearest codes: the root of the share, with the sign of the value."""
-    top = np.iinfo(dtype).max
-    codes = np.rint(np.sqrt(block_share(x, scale)) * top)
-    if np.issubdtype(dtype, np.signedinteger):
-        return np.copysign(codes, x).astype(dtype)
-    return np.maximum(codes, np.asarray(x) > 0).astype(dtype)
+def code_sizes(x, scales, dtype):
+    """Return where values are among the codes, not rounded, in float64."""
+    scale = whole_lines(x, scales.astype(np.float64))
+    share = np.minimum(np.abs(np.asarray(x, np.float64)) / scale, 1)
+    return share ** (1 / POWERS[dtype]) * np.iinfo(dtype).max
 
 
-def block_values(codes, scale):
-    """Return what codes stand for, in float64."""
-    roots = codes.astype(np.float64) / np.iinfo(codes.dtype).max
-    return roots * np.abs(roots) * scale
+def line_codes(x, scales, dtype):
+    """Return the nearest codes; of positive values in unsigned codes at least 1."""
+    codes = np.rint(code_sizes(x, scales, dtype))
+    if dtype.startswith("u"):
+        return np.maximum(codes, x > 0).astype(dtype)
+    return np.copysign(codes, x).astype(dtype)
+
+
+def line_values(codes, scales, dtype):
+    """Return what codes stand for, in float64. They may be between two integers."""
+    codes = np.asarray(codes, np.float64)
+    roots = np.abs(codes) / np.iinfo(dtype).max
+    scale = whole_lines(codes, scales.astype(np.float64))
+    return np.sign(codes) * roots ** POWERS[dtype] * scale

@@ -49,7 +49,8 @@ def separate(tx):
 
     def step(opt_state, layers, rest, x):
         grads = jax.grad(loss)(layers, rest, x)
-        return optax_mp.take_step(tx, grads, opt_state, layers)
+        updates, opt_state = tx.update(grads, opt_state, layers)
+        return optax.apply_updates(layers, updates), opt_state
 
     return tx.init, step
 

@@ -1,9 +1,7 @@
-"""A step of training, in each of the two ways: functions of params, state, gradients."""
+"""A step of training: a function of params, state and gradients."""
 
 import jax
 import optax
-
-import optax_mp
 
 
 def by_update(tx):
@@ -12,15 +10,6 @@ def by_update(tx):
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def by_take_step(tx, **settings):
-    """Return the step of `take_step`."""
-
-    def step(params, state, grads):
-        return optax_mp.take_step(tx, grads, state, params, **settings)
 
     return step
 

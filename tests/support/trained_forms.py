@@ -24,7 +24,6 @@ UNSCALED = {
     "split 8": masters(adamw, storage=optax_mp.Split(8)),
     "low-bit 8": masters(low_bit(adamw)),
     "low-bit 16": masters(low_bit(adamw, bits=16)),
-    "low-bit bf16": masters(low_bit(adamw, dtype=jnp.bfloat16)),
     "5.1 bytes": masters(low_bit(adamw), storage=optax_mp.Split(8)),
     "stochastic": optax_mp.stochastic_rounding(low_bit(adamw)),
     "multi steps": masters(optax.MultiSteps(adamw, 3).gradient_transformation()),

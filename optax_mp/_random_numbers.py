@@ -6,6 +6,7 @@ the rounding, whereas `jax.random` would write all of its numbers to memory firs
 """
 
 import math
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -16,7 +17,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import saturate
-from optax_mp._jax._experimental import outlined
 from optax_mp.trees._tree import describe, is_array
 
 
@@ -35,7 +35,7 @@ def rounding_keys(count: int, *parts: int | jax.Array) -> list[jax.Array]:
     return _rounding_keys(count, *numbers) if count else []
 
 
-@outlined(0)
+@partial(jax.jit, static_argnums=0)
 def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
     keys = _hash(lax.iota(jnp.uint32, count))
     for part in parts:
