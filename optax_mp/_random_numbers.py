@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import saturate
+from optax_mp._jax._arrays import computed_once
 from optax_mp.trees._tree import describe, is_array
 
 
@@ -43,7 +44,9 @@ def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
         keys = _hash(keys * jnp.uint32(31) + part)
     keys = lax.optimization_barrier(keys)
     # One equation for all of them: indexing would trace several for each key.
-    return list(lax.split(keys, [1] * count))
+    # Computed apart from the loops over each array: a loop that cuts its own key is
+    # like no other, and XLA for CPUs compiles each of them, also those of one shape.
+    return list(map(computed_once, lax.split(keys, [1] * count)))
 
 
 def check_seed(seed: Any, caller: str, or_none: str = "", remedy: str = "") -> None:
