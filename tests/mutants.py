@@ -32,7 +32,6 @@ trees/_states.py | contents is not None and not any(map(is_above, contents)) | c
 _jax/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "v" | _jax
 _jax/_dataflow.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_full_precision.py
 _jax/_control_flow.py | return params["length"] | return 1 | _jax/test_jaxpr.py
-_jax/_primitives.py | f32         keeps   expm1 | f32         always  expm1 | _jax
 release/_release.py | jnp.where(skips & is_bad, jnp.nan, factor) | factor + 0.0 * is_bad | release/test_release.py
 release/_release.py | measure(times(grads, factor))) | jnp.zeros(2)) | release/test_release.py
 release/_release.py | value, times(grads, factor), layers | value, grads, layers | release/test_release.py

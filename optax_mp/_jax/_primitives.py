@@ -29,64 +29,57 @@ from optax_mp._jax._jaxpr import Equation
 #   up, 16 bits are too few.
 # - f32_if_f16: 256 squared overflows float16; bfloat16 has the range of float32.
 # - widest, own, low.
-#
-# The sign of its output:
-#
-# - always: never negative. (NaN is not negative.)
-# - keeps: not negative if no input is.
 _TABLE = """
--         f32         always  exp exp2 rsqrt cosh
--         f32         keeps   expm1 log1p sinh asinh atan
--         f32         -       log log2 pow tan asin acos atan2 acosh atanh erf_inv
--         f32         -       lgamma digamma polygamma igamma igammac
--         f32_if_f16  always  square
--         f32_if_f16  -       integer_pow one_minus_square
--         widest      always  abs sqrt logistic erfc
--         widest      keeps   add add_any mul div rem min sign cbrt tanh erf
--         widest      keeps   floor ceil round
--         widest      -       sub neg max sin cos select_n clamp is_finite
-compares  widest      -       eq ne lt le gt ge eq_to lt_to le_to
-moves     -           keeps   convert_element_type reduce_precision
-repeats   widest      keeps   copy stop_gradient name pvary pcast pbroadcast
-repeats   widest      keeps   broadcast_in_dim reshape transpose squeeze rev tile
-repeats   widest      keeps   reshard device_put sharding_constraint
-hands_on  own         keeps   optimization_barrier optax_mp_place_like
-hands_on  own         keeps   optax_mp_computed_once
-moves     widest      keeps   slice dynamic_slice split pad
-moves     widest      -       gather
-joins     widest      keeps   concatenate dynamic_update_slice
-joins     -           -       scatter
-product   low         keeps   dot_general
-product   low         -       conv_general_dilated ragged_dot_general
-factors   -           -       cholesky eig eigh lu qr svd triangular_solve schur
-factors   -           -       householder_product geqrf geqp3
--         f32         keeps   reduce_sum reduce_prod cumsum cumprod reduce_window_sum
--         f32         -       cumlogsumexp
--         widest      keeps   reduce_max reduce_min cummax cummin psum psum_invariant
--         widest      keeps   pmax pmin ppermute all_to_all reduce_scatter all_gather
--         widest      keeps   all_gather_invariant
--         widest      -       reduce_window_max reduce_window_min argmax argmin top_k
--         widest      -       real
--         own         -       sort
--         -           always  iota
+-         f32         exp exp2 rsqrt cosh
+-         f32         expm1 log1p sinh asinh atan
+-         f32         log log2 pow tan asin acos atan2 acosh atanh erf_inv
+-         f32         lgamma digamma polygamma igamma igammac
+-         f32_if_f16  square
+-         f32_if_f16  integer_pow one_minus_square
+-         widest      abs sqrt logistic erfc
+-         widest      add add_any mul div rem min sign cbrt tanh erf
+-         widest      floor ceil round
+-         widest      sub neg max sin cos select_n clamp is_finite
+compares  widest      eq ne lt le gt ge eq_to lt_to le_to
+moves     -           convert_element_type reduce_precision
+repeats   widest      copy stop_gradient name pvary pcast pbroadcast
+repeats   widest      broadcast_in_dim reshape transpose squeeze rev tile
+repeats   widest      reshard device_put sharding_constraint
+hands_on  own         optimization_barrier optax_mp_place_like
+hands_on  own         optax_mp_computed_once
+moves     widest      slice dynamic_slice split pad
+moves     widest      gather
+joins     widest      concatenate dynamic_update_slice
+joins     -           scatter
+product   low         dot_general
+product   low         conv_general_dilated ragged_dot_general
+factors   -           cholesky eig eigh lu qr svd triangular_solve schur
+factors   -           householder_product geqrf geqp3
+-         f32         reduce_sum reduce_prod cumsum cumprod reduce_window_sum
+-         f32         cumlogsumexp
+-         widest      reduce_max reduce_min cummax cummin psum psum_invariant
+-         widest      pmax pmin ppermute all_to_all reduce_scatter all_gather
+-         widest      all_gather_invariant
+-         widest      reduce_window_max reduce_window_min argmax argmin top_k
+-         widest      real
+-         own         sort
 """
 
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 
 
-def _with(word: str, column: int = 0) -> frozenset[str]:
-    """Return the primitives with a word in a column; by default, for their kind."""
-    rows = (row for row in _ROWS if row[column] == word)
-    return frozenset(name for row in rows for name in row[3:])
+def _of_kind(kind: str) -> frozenset[str]:
+    """Return the primitives of a kind."""
+    rows = (row for row in _ROWS if row[0] == kind)
+    return frozenset(name for row in rows for name in row[2:])
 
 
-COMPARISONS, HANDS_ON = _with("compares"), _with("hands_on")
-REPEATS = _with("repeats") | HANDS_ON
-MOVES = _with("moves") | REPEATS
-JOINS, PRODUCTS, FACTORIZATIONS = map(_with, ("joins", "product", "factors"))
-NEVER_NEGATIVE, KEEPS_SIGN = _with("always", column=2), _with("keeps", column=2)
+COMPARISONS, HANDS_ON = _of_kind("compares"), _of_kind("hands_on")
+REPEATS = _of_kind("repeats") | HANDS_ON
+MOVES = _of_kind("moves") | REPEATS
+JOINS, PRODUCTS, FACTORIZATIONS = map(_of_kind, ("joins", "product", "factors"))
 # How amp treats a primitive by default. Those not listed run as written.
-AMP_WORDS = {name: row[1] for row in _ROWS if row[1] != "-" for name in row[3:]}
+AMP_WORDS = {name: row[1] for row in _ROWS if row[1] != "-" for name in row[2:]}
 
 
 _SPARSE = ("bcoo_dot_general", "bcsr_dot_general")
