@@ -2,9 +2,8 @@
 
     python docs/messages.py   # prints it
 
-The messages are read from the code, from `raise Error(...)`, `warn(...)` and
-`warn_once(...)`. Parts that are filled in when it is raised are shown in words, as
-‹path›.
+The messages are read from the code, from `raise Error(...)` and `warn(...)`. Parts that
+are filled in when it is raised are shown in words, as ‹path›.
 """
 
 import ast
@@ -20,12 +19,12 @@ SHARED = "Messages of several functions"
 HEADINGS = {
     "_mistakes": "Arguments and transforms in the wrong place",
     "_dtypes": "Dtypes",
-    "_inner": "The wrapped optimizer, its arguments and its state",
+    "_arguments": "The arguments of an update",
+    "_protocol": "The wrapped optimizer",
     "_leaves": "Trees that do not match",
     "_policy": "Policies",
     "_states": "Restored states",
-    "_warnings": "A loss that nobody scaled",
-    "_jax": "Another version of JAX",
+    "jax_api": "Another version of JAX",
     "autocast": "Functions under amp and in reports",
     "checkpoints": "Checkpoints",
     "compact": "Low-bit state",
@@ -61,7 +60,7 @@ WORDS = {
 NO_WORDS = {"self", "jnp", "jax", "repr", "str", "sorted", "join", "__name__", "name"}
 MOST_CHARACTERS = 120  # of alternatives that are written out
 # Functions that make the texts of warnings of `amp`, which others give to `warn`.
-MAKERS = ("loop_warnings", "describe_unused", "warnings_of_names")
+MAKERS = ("describe_unused", "warnings_of_names")
 
 
 class Message(NamedTuple):
@@ -175,10 +174,10 @@ def raised(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     call = node.exc if isinstance(node, ast.Raise) else node
     if not (isinstance(call, ast.Call) and call.args):
         return
-    name = ast.unparse(call.func)
+    name = ast.unparse(call.func).rpartition(".")[2]
     if isinstance(node, ast.Raise):
         yield name if name[0].isupper() else "Error", call.args[0]
-    elif name in ("warn", "warn_once"):
+    elif name == "warn":
         yield "Warning", call.args[0]
 
 

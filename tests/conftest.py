@@ -9,17 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import optax_mp
-from optax_mp import _warnings
-from optax_mp.scaling import _unscale
+from optax_mp.core.wrappers import _choose
 
 # It needs frameworks, and `--doctest-modules` imports every file.
 collect_ignore = ["support/random_cases.py"] * (not importlib.util.find_spec("flax"))
 
 # So that tests on many devices are tests like others, without a process of their own.
 jax.config.update("jax_num_cpu_devices", 8)
-
-# Tests make up gradients: nothing scaled them, and a traced update would warn of that.
-_warnings.count_event("scales its loss")
 
 # XLA's work on programs that run once is most of the time of a run. `XLA_FLAGS=`, also an
 # empty one, leaves it as it is: so CI runs the claims of bits.
@@ -75,9 +71,8 @@ def programs_of_one_module():
 @pytest.fixture(autouse=True)
 def without_earlier_tests():
     """Let no test look for a mark because of an earlier one."""
-    _warnings._counts.pop("drops micro-batches", None)
     yield
-    _unscale._a_link_ran.clear()
+    _choose._a_link_ran.clear()
 
 
 @pytest.fixture

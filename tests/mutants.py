@@ -22,27 +22,27 @@ WORKERS, SECONDS = 2, 400  # a mutant that never ends is found as well
 
 # File | the line's text | what it becomes | test files that run, if not all of the room.
 TABLE = """
-wrappers/_choose.py | if is_complex else -0.0 | if is_complex else 0.0 | scaling/test_transform.py masters/test_skipping.py
-wrappers/_choose.py | if treedef != new_treedef or _types_of | if _types_of | masters/test_skipping.py scaling/test_transform.py
-trees/_tree.py | shape)) :] == shape | shape)) :] != () | test_tree.py test_states.py
-_policy.py | pattern = pattern.lower() | pattern = pattern.upper() | test_policy.py
-_dtypes.py | multiple * step, rounded) | rounded, rounded) | test_dtypes.py
-_dtypes.py | is_above & is_finite, is_below & is_finite | is_above, is_below | test_dtypes.py
-trees/_states.py | contents is not None and not any(map(is_above, contents)) | contents is not None | test_states.py
-_jax/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "v" | _jax
-_jax/_dataflow.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_full_precision.py
-_jax/_control_flow.py | return params["length"] | return 1 | _jax/test_jaxpr.py
+core/wrappers/_updates.py | if is_complex else -0.0 | if is_complex else 0.0 | scaling/test_transform.py masters/test_skipping.py
+core/wrappers/_choose.py | if treedef != new_treedef or _types_of | if _types_of | masters/test_skipping.py scaling/test_transform.py
+core/trees/_tree.py | shape)) :] == shape | shape)) :] != () | test_tree.py test_states.py
+core/_policy.py | pattern = pattern.lower() | pattern = pattern.upper() | test_policy.py
+core/_dtypes.py | multiple * step, rounded) | rounded, rounded) | test_dtypes.py
+core/_dtypes.py | is_above & is_finite, is_below & is_finite | is_above, is_below | test_dtypes.py
+core/trees/_states.py | contents is not None and not any(map(is_above, contents)) | contents is not None | test_states.py
+core/jax_api/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "v" | jax_api
+compact/_flows.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_full_precision.py
+jaxprs/_control_flow.py | return params["length"] | return 1 | jaxprs/test_control_flow.py
 release/_release.py | jnp.where(skips & is_bad, jnp.nan, factor) | factor + 0.0 * is_bad | release/test_release.py
-release/_release.py | measure(times(grads, factor))) | jnp.zeros(2)) | release/test_release.py
-release/_release.py | value, times(grads, factor), layers | value, grads, layers | release/test_release.py
+release/_release.py | sums, _layers.measure(_layers.times(grads, unscale)) | sums, jnp.zeros(2) | release/test_release.py
+release/_release.py | value, _layers.times(grads, factor), layers | value, grads, layers | release/test_release.py
 release/_layers.py | grads = times(grads, factor) | grads = times(grads, None) | release/test_release.py
 release/_layers.py | return x.astype(jnp.float32) | return jnp.ones(x.shape) | release/test_release.py
 release/_scan.py | if not all(a is b for a, b in pairs): | if False: | release/test_release.py
 release/_scan.py | "reverse": not self.settings["reverse"] | "reverse": self.settings["reverse"] | release/test_release.py
 release/_checks.py | if any(map(is_host_type, init.out_avals)): | if False: | release/test_release.py
 release/_checks.py | if len(scales) < len(found): | if False: | release/test_release.py
-_random_numbers.py | keys * jnp.uint32(31) + part | keys + part | compact/test_random_rounding.py compact/test_stochastic.py compact/test_low_bit.py
-_random_numbers.py | return lax.select(is_rounded, rounded, x) | return rounded | compact/test_random_rounding.py compact/test_stochastic.py
+core/_random_numbers.py | keys * jnp.uint32(31) + part | keys + part | compact/test_random_rounding.py compact/test_stochastic.py compact/test_low_bit.py
+compact/_rounding.py | return lax.select(is_rounded, rounded, x) | return rounded | compact/test_random_rounding.py compact/test_stochastic.py
 compact/_codes.py | np.int32(0xFFFF)) | np.int32(0)) | compact/test_codes.py
 compact/_codes.py | lax.mul(uniform_numbers(values.shape, key), lax.sub(high, low)) | lax.mul(np.float32(0.5), lax.sub(high, low)) | compact/test_codes.py
 compact/_codes.py | codes = lax.mul(lax.max(codes, least), least) | codes = lax.mul(codes, least) | compact/test_codes.py
@@ -56,65 +56,68 @@ compact/_code_choice.py | decays or is_rooted and n not in positions | decays or
 compact/_code_choice.py | is_wide = n in whole.multiplied &#124; whole.factored | is_wide = n in whole.factored | compact/test_full_precision.py
 compact/_code_choice.py | flow.shrinks and _is_number(leaves[i]) | False | compact/test_full_precision.py
 compact/_low_bit.py | seed, _SALT, state.step_count) | seed, _SALT, 0) | compact/test_low_bit.py
-_jax/_dataflow.py | case "max" &#124; "min" if first and inputs[1].terms: | case "max" &#124; "min": | compact/test_full_precision.py
-masters/_split.py | magnitude = lax.min(lax.add(magnitude, more), _LARGEST) | magnitude = lax.add(magnitude, more) | masters/test_split.py
-masters/_split.py | return jnp.where(rises, rounded + 2 * half_place, rounded) | return rounded | masters/test_split.py
-masters/_transform.py | rounding_keys(len(stored), 0, _SALT, count)] | rounding_keys(len(stored), 0, _SALT, 0)] | masters/test_split.py
+compact/_flows.py | case "max" &#124; "min" if first and inputs[1].terms: | case "max" &#124; "min": | compact/test_full_precision.py
+core/masters/_split.py | magnitude = lax.min(lax.add(magnitude, more), _LARGEST) | magnitude = lax.add(magnitude, more) | masters/test_split.py
+core/masters/_split.py | return jnp.where(rises, rounded + 2 * half_place, rounded) | return rounded | masters/test_split.py
+core/masters/_transform.py | rounding_keys(len(stored), 0, _SALT, count) | rounding_keys(len(stored), 0, _SALT, 0) | masters/test_split.py
 checkpoints/_convert.py | state = state._replace(step_count=counts[0]) | counts = counts | checkpoints/test_convert.py
-compact/_accumulator.py | return sums, kept_count + finite, | return sums, kept_count + 1, | compact/test_accumulator.py
 compact/_stochastic.py | rounding_keys(len(wide), seed, state.step_count) | rounding_keys(len(wide), seed, 0) | compact/test_stochastic.py
-masters/_split.py | np.int32((1 << shift) // 2) | np.int32(0) | masters/test_split.py
-masters/_split.py | remainder = lax.select(is_zero, lax.max(remainder, _ZERO), remainder) | is_zero = is_zero | masters/test_split.py
-masters/_split.py | lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), | lax.add(magnitude, | masters/test_split.py masters/test_infinities.py
-masters/_average.py | taken &= new.gradient_step != old.gradient_step | taken &= True | masters/test_average.py
-masters/_average.py | taken &= state.last_finite | taken &= True | masters/test_average.py
-masters/_average.py | (count - start) % every == 0 | count % every == 0 | masters/test_average.py
-masters/_average.py | step_size = 1 - float(decay) ** every | step_size = 1 - float(decay) | masters/test_average.py
-masters/_transform.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
-masters/_transform.py | elif None not in exact: | else: | masters/test_edits.py
-masters/_transform.py | like = grad if wanted is None | like = param if wanted is None | masters/test_master_weights.py
-masters/_transform.py | if not moves or id(x) in passed_on] | if not moves] | masters/test_nesting.py
-masters/_transform.py | if given and all(is_cast) and | if given and any(is_cast) and | masters/test_master_weights.py
-masters/_transform.py | proceed = is_unmarked(updates, extra_args) | proceed = True | masters/test_skipping.py
-masters/_transform.py | master_dtype, copy=True) | master_dtype, copy=False) | masters/test_master_weights.py
-scaling/_loss_scaling.py | unscale(hide_overwritten(updates), state.scale) | unscale(hide_overwritten(updates), adjust(rule, state, jnp.array(True), jnp.array(False)).scale) | scaling/test_transform.py scaling/test_gradients.py
-scaling/_loss_scaling.py | evidence = lax.pmin(evidence, axis_name) | evidence = evidence | scaling/test_bad_data.py
-scaling/_loss_scaling.py | skipped_count=jnp.where(finite, 0, | skipped_count=jnp.where(finite, state.skipped_count, | scaling/test_rule.py
-scaling/_loss_scaling.py | ~finite & (loss_finite == 1) | ~finite | scaling/test_rule.py
-scaling/_loss_scaling.py | finite & (minus_dropped == 0) | finite | scaling/test_rule.py
-scaling/_loss_scaling.py | divide(hidden, state.scale) | hidden | scaling/test_transform.py
-scaling/_rule.py | is_due = finite_count >= | is_due = finite_count > | scaling/test_rule.py
-scaling/_rule.py | overflowed & (hysteresis_left == 0) | overflowed & (hysteresis_left <= 1) | scaling/test_rule.py
-scaling/_rule.py | jnp.where(is_stuck, -1, hysteresis_left) | hysteresis_left | scaling/test_rule.py
-scaling/_rule.py | jnp.where(is_due, hysteresis, hysteresis_left) | jnp.where(grows, hysteresis, hysteresis_left) | scaling/test_rule.py
-trees/_tree.py | lambda x: x.astype(at_least_float32(x.dtype)) if is_floating(x) else x, | lambda x: x, | scaling/test_gradients.py
-scaling/_unscale.py | (change == -start) & ~is_zero | (change == -start) & is_zero | scaling/test_overwrite.py
-scaling/_values.py | ~finite & (tries < redo_on_nan) | ~finite & (tries <= redo_on_nan) | scaling/test_retries.py
-scaling/_state.py | np.ravel, counts)))[-1] | np.ravel, counts)))[0] | scaling/test_check.py
+core/masters/_split.py | np.int32((1 << shift) // 2) | np.int32(0) | masters/test_split.py
+core/masters/_split.py | remainder = lax.select(is_zero, lax.max(remainder, _ZERO), remainder) | is_zero = is_zero | masters/test_split.py
+core/masters/_split.py | lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), | lax.add(magnitude, | masters/test_split.py masters/test_infinities.py
+averages/_average.py | taken &= new.gradient_step != old.gradient_step | taken &= True | averages/test_average.py
+averages/_average.py | taken &= state.last_finite | taken &= True | averages/test_average.py
+averages/_average.py | taken = is_unmarked(updates, extra_args) | taken = True | averages/test_average.py
+averages/_average.py | _share_at(decay, state.step_count) | _share_at(decay, state.step_count + 1) | averages/test_average.py
+averages/_average.py | lax.select(jnp.asarray(decay == 0), weight, moved) | moved | averages/test_average.py
+averages/_average.py | lax.select(taken, moved, average) | lax.cond(taken, lambda: moved, lambda: average) | averages/test_average.py
+core/masters/_edits.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
+core/masters/_transform.py | elif None not in exact: | else: | masters/test_edits.py
+core/masters/_transform.py | like = grad if wanted is None | like = param if wanted is None | masters/test_master_weights.py
+core/masters/_transform.py | if given and all(is_cast) and | if given and any(is_cast) and | masters/test_master_weights.py
+core/masters/_transform.py | proceed = is_unmarked(updates, extra_args) | proceed = True | masters/test_skipping.py
+core/masters/_transform.py | master_dtype, copy=True) | master_dtype, copy=False) | masters/test_master_weights.py
+core/scaling/_loss_scaling.py | unscale(updates, state.scale) | unscale(updates, adjust(rule, Counters(state.scale, state.finite_count, state.hysteresis_left), jnp.array(True), jnp.array(False)).scale) | scaling/test_transform.py scaling/test_gradients.py
+core/scaling/_loss_scaling.py | loss_is_finite = lax.pmin(seen, axis_name) | loss_is_finite = seen | scaling/test_bad_data.py
+core/scaling/_loss_scaling.py | skipped_count=jnp.where(finite, 0, | skipped_count=jnp.where(finite, state.skipped_count, | scaling/test_rule.py
+core/scaling/_loss_scaling.py | overflowed &= loss_is_finite == 1 | pass | scaling/test_rule.py
+core/scaling/_loss_scaling.py | divide(extra_args["grad"], state.scale) | extra_args["grad"] | scaling/test_transform.py
+core/scaling/_rule.py | is_due = finite_count >= | is_due = finite_count > | scaling/test_rule.py
+core/scaling/_rule.py | overflowed & (hysteresis_left == 0) | overflowed & (hysteresis_left <= 1) | scaling/test_rule.py
+core/scaling/_rule.py | jnp.where(is_stuck, AT_FLOOR, hysteresis_left) | hysteresis_left | scaling/test_rule.py
+core/scaling/_rule.py | jnp.where(is_due, hysteresis, hysteresis_left) | jnp.where(grows, hysteresis, hysteresis_left) | scaling/test_rule.py
+core/trees/_tree.py | x.astype(_dtypes.at_least_float32(x.dtype)) if _dtypes.is_floating(x) else x | x | scaling/test_gradients.py
+core/scaling/_values.py | ~finite & (tries < redo_on_nan) | ~finite & (tries <= redo_on_nan) | scaling/test_retries.py
+core/scaling/_gradients.py | opt_state = plain(opt_state) | opt_state = plain(opt_state); events.clear() | system/test_mistakes.py
+core/scaling/_state.py | np.ravel, counts)))[-1] | np.ravel, counts)))[0] | scaling/test_check.py
 devices/_offload.py | select(proceed, new, before)) | new) | devices/test_offload.py
 devices/_offload.py | _, held = lax.optimization_barrier((grads, held)) | pass | devices/test_offload.py
-devices/_zero1.py | _warn_if_elsewhere(state, like_params(state, params, cuts.shardings)) | pass | devices/test_zero1.py
+devices/_zero1.py | _warn_if_elsewhere(state, cuts.shardings_of(state)) | pass | devices/test_zero1.py
 devices/_zero1.py | jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference) | difference | devices/test_zero1.py
 devices/_sum.py | jnp.float32 if scatter else dtype, 0, part | dtype, 0, part | devices/test_sum.py
 devices/_sum.py | start = -jnp.zeros_like | start = jnp.zeros_like | devices/test_sum.py
 devices/_sum.py | return total + x.astype(jnp.float32), None | return (total.astype(x.dtype) + x).astype(jnp.float32), None | devices/test_sum.py
 devices/_shardings.py | if any(name in names for names in whole for name in axes): | if False: | devices/test_zero1.py devices/test_sharding.py
-checkpoints/_check.py | return "another shape" | return "" | checkpoints/test_checkpoints.py
 checkpoints/_convert.py | return type(node)(**fields) | return node | checkpoints/test_convert.py
-checkpoints/_convert.py | weights = cast_floating(weights, jnp.float32)  # as | weights = cast_floating(weights, jnp.bfloat16)  # as | checkpoints/test_convert.py
+checkpoints/_convert.py | if kept[StochasticRoundingState]: | if False: | checkpoints/test_convert.py
 autocast/_lattice.py | count <= 1 and count < result | count < result | amp/test_amp_rules.py amp/test_amp_models.py
 autocast/_lattice.py | return LOW if strong == {LOW} else FULL | return LOW if LOW in strong else FULL | amp/test_amp_rules.py amp/test_amp_cases.py
 autocast/_plan.py | self._smallest <= size <= self._largest | size <= self._largest | amp/test_amp_rules.py
-autocast/_plan.py | if i in wiring.summed and x == LOW: | if False: | amp/test_amp_transformations.py
+autocast/_plan.py | if i in wiring.summed and x == _lattice.LOW: | if False: | amp/test_amp_transformations.py
 autocast/_rules.py | if own == "widest" and adds_bias: | if adds_bias: | amp/test_amp_rules.py
-autocast/_derivatives.py | params = params &#124; {"preferred_element_type": jnp.dtype(jnp.float32)} | pass | amp/test_low_f32.py
-autocast/_derivatives.py | rounded = cotangent.astype(low) | rounded = cotangent | amp/test_low_f32.py
 autocast/_derivatives.py | cast(tangent, x.dtype) if depends else SymbolicZero.from_primal_value(x) | cast(tangent, x.dtype) | amp/test_amp_symbolic_zeros.py
-reports/_memory_report.py | if quantized or is_floating(leaf) else count | if is_floating(leaf) else count | reports/test_memory.py
-reports/_counts.py | is_zero = middles < smallest / 2 | is_zero = middles < smallest | reports/test_gradient_range.py
-reports/_counts.py | jnp.where(moves, _MOVED, _STALLED) | jnp.where(moves, _STALLED, _MOVED) | reports/test_updates.py
-reports/_collectives.py | {"all-reduce": 2 * share | {"all-reduce": share | reports/test_collectives.py
-reports/_metrics.py | if len(find_states(x, optax.MultiStepsState)) == 1] | if True] | reports/test_metrics.py
+reports/_memory_report.py | if quantized or _dtypes.is_floating(leaf) else count | if _dtypes.is_floating(leaf) else count | reports/test_memory.py
+reports/_gradient_range.py | is_zero = middles < smallest / 2 | is_zero = middles < smallest | reports/test_gradient_range.py
+reports/_updates.py | jnp.where(moves, _MOVED, _STALLED) | jnp.where(moves, _STALLED, _MOVED) | reports/test_updates.py
+reports/_metrics.py | if len(_states.find_states(x, optax.MultiStepsState)) == 1 | if True | reports/test_metrics.py
+core/scaling/_values.py | from optax_mp.core.trees import _tree | from optax_mp.core.trees import _tree; import optax_mp.reports | project/test_core.py
+core/masters/_transform.py | proceed = is_unmarked(updates, extra_args) | import optax_mp.compact; proceed = is_unmarked(updates, extra_args) | project/test_core.py
+core/wrappers/_mistakes.py | if not _OVERWRITTEN.isdisjoint(path): | if False: | scaling/test_fp8_leaves.py system/test_fp8_refused.py
+core/wrappers/_mistakes.py | if is_link and any(map(_ends_in_masters, links[:i])): | if False: | system/test_mistakes.py
+core/scaling/_state.py | state.hysteresis_left == AT_FLOOR | state.hysteresis_left == AT_FLOOR - 1 | scaling/test_bad_data.py
+core/scaling/_state.py | state.hysteresis_left == AT_FLOOR | state.hysteresis_left <= 0 | scaling/test_bad_data.py scaling/test_check.py
+compact/_scales_in_boxes.py | return _resized(box, old, scales, fit) | return _boxes.in_box_like(box, scales) | compact/test_low_bit.py loops/test_boxes.py
+averages/_average.py | moved if taken is True else lax.select(taken, moved, average) | moved | averages/test_average.py
 """
 
 Mutant = tuple[str, str, str, list[str]]

@@ -8,7 +8,7 @@ from bit_claims import FORMATS
 from reference import rounded
 
 import optax_mp
-from optax_mp._dtypes import floating_dtype, round_to, saturating_cast
+from optax_mp.core._dtypes import floating_dtype, round_to, saturating_cast
 
 
 def interesting_values(dtype):

@@ -15,6 +15,7 @@ import optax_mp
 ROOT = Path(__file__).parents[1]
 # The blocks of docs/porting run in test_porting.py, which also looks at what they do.
 PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md"]
+PAGES += [ROOT / "docs" / "design" / "protocol.md"]
 PAGES += sorted((ROOT / "docs" / "guide").glob("*.md"))
 BLOCKS = [
     pytest.param(
@@ -51,7 +52,7 @@ def test_private_parts_of_jax_are_used_nowhere():
 )
 def test_only_one_folder_knows_the_inside_of_jax(word):
     using = [x for x in SOURCES if re.search(word, x.read_text(encoding="utf-8"))]
-    assert using and {x.parent.name for x in using} == {"_jax"}
+    assert using and {x.parent.name for x in using} <= {"jax_api"}
 
 
 def test_only_one_module_knows_jax_experimental():
@@ -59,6 +60,32 @@ def test_only_one_module_knows_jax_experimental():
     code = re.compile(r'^ *(import|from) jax\.experimental|"jax\.experimental\.', re.M)
     using = [x for x in SOURCES if code.search(x.read_text(encoding="utf-8"))]
     assert [x.name for x in using] == ["_experimental.py"]
+
+
+THREADS = """
+import random, sys, threading, optax_mp
+
+sys.setswitchinterval(1e-6)
+
+def use(i):
+    names = random.Random(i).sample(optax_mp.__all__, len(optax_mp.__all__))
+    for name in names:
+        getattr(optax_mp, name)
+
+threads = [threading.Thread(target=use, args=(i,)) for i in range(24)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_names_can_be_used_first_in_several_threads():
+    """An error in a thread is printed, and a deadlock of imports is such an error."""
+    run = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120
+    )
+    assert "Error" not in run.stderr and run.returncode == 0
 
 
 MODULES = """
@@ -87,7 +114,7 @@ def test_a_program_pays_for_what_it_uses():
     assert modules_after("") == ["optax_mp"]
     found = modules_after(PLAIN_FORMS)
     own = {x.split(".")[1] for x in found if x.startswith("optax_mp.")}
-    rooms = "autocast checkpoints compact devices release reports".split()
+    rooms = "autocast averages checkpoints compact devices release reports".split()
     assert own.isdisjoint(rooms)
     assert "jax.experimental.layout" not in found  # it is slow to import
 

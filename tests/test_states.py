@@ -20,7 +20,7 @@ from optax_mp import (
     mixed_precision,
     stochastic_rounding,
 )
-from optax_mp.trees._states import find_owners
+from optax_mp.core.trees._states import find_owners
 
 
 class Pair(NamedTuple):

@@ -8,17 +8,20 @@
 
 For TPUs and GPUs it wants the compilers of the extra `accelerators`, and no hardware.
 Batches of a two-layer model are split over the data axis; its params are replicated.
-"MB" is what a device sends to others in one step, in a ring, by `collectives_report`.
+"MB" is what a device sends to others in one step, in a ring, by the text of the
+compiled program (`benchmarks/memory/exchanges.py`).
 """
 
 import argparse
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import record
+from exchanges import exchanges
 
 WIDTH, BATCH, DEVICES = 1024, 16384, 8
 COUNTS = (2, 4, 8, 16, 32, 64)
@@ -65,18 +68,32 @@ def errors(count: int) -> dict[str, Any]:
         each = functools.partial(optax_mp.sum_gradients, axis_name="d", **settings)
         return jax.vmap(each, axis_name="d")(grads)
 
-    def over_batches(accumulator: Any) -> Any:
-        return optax.microbatch(lambda g: g[0], 0, 1, accumulator)(grads)
+    def over_batches(dtype: str) -> Any:
+        return optax.microbatch(lambda g: g[0].astype(dtype), 0, 1)(grads)
 
-    make = functools.partial(optax_mp.gradient_accumulator, use_grad_mean=False)
+    def over_steps(make: Callable[[Any], Any]) -> Any:
+        tx, params = make(optax.sgd(1.0)), jnp.zeros(4096, jnp.bfloat16)
+        state, update = tx.init(params), jax.jit(tx.update)
+        for each in grads:
+            _, state = update(each, state, params)
+        return -count * optax_mp.master_params(state, params)
+
+    def steps(inner: Any) -> Any:
+        return optax.MultiSteps(inner, count)
+
     return {
         "sum of": f"{count} gradients",
         "one by one in bf16": error(functools.reduce(np.add, np.asarray(grads))),
         "sum_gradients": error(over_devices()[0]),
         "with scatter": error(over_devices(scatter=True)),
-        "optax's SUM": error(over_batches(optax.microbatching.AccumulationType.SUM)),
-        "gradient_accumulator": error(over_batches(make()).grads),
-        "in bfloat16": error(over_batches(make("bfloat16", seed=0)).grads),
+        "optax's SUM": error(over_batches("bfloat16")),
+        "of float32 gradients": error(over_batches("float32")),
+        "MultiSteps inside": error(
+            over_steps(lambda tx: optax_mp.mixed_precision(steps(tx)))
+        ),
+        "MultiSteps around": error(
+            over_steps(lambda tx: steps(optax_mp.mixed_precision(tx)))
+        ),
     }
 
 
@@ -134,7 +151,6 @@ def report(topology: str | None, on_gpu: bool, path: Path | None) -> None:
     masters = optax_mp.mixed_precision(optax.adamw(1e-3))
     scaled = optax_mp.dynamic_loss_scale(masters)
     in_parts = functools.partial(optax_mp.zero1, mesh=mesh, axis="data")
-    low_f32 = optax_mp.default_amp_rules | {"dot_general": "low_f32"}
     bf16, f32 = jnp.bfloat16, jnp.float32
     forms: dict[str, tuple[Any, Any, Callable[..., Any], Any, Any]] = {
         "plain optax": (optax.adamw(1e-3), None, plain, loss, bf16),
@@ -146,11 +162,9 @@ def report(topology: str | None, on_gpu: bool, path: Path | None) -> None:
         ),
         "masters, sum_gradients": (masters, None, by_hand, loss, bf16),
         "amp": (optax.adamw(1e-3), None, plain, optax_mp.amp(loss), f32),
-        "amp, low_f32": (
-            optax.adamw(1e-3), None, plain, optax_mp.amp(loss, rules=low_f32), f32
-        ),
     }  # fmt: skip
-    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH), "bias": (WIDTH,)}
+    shapes = {"bias": (WIDTH,), "down": (4 * WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH)}
+    sizes = {f"['{name}']": math.prod(shape) for name, shape in shapes.items()}
     rows = []
     for name, (bare, settings, gradients, fun, dtype) in forms.items():
         tx = bare if settings is None else in_parts(bare, **settings)
@@ -177,19 +191,19 @@ def report(topology: str | None, on_gpu: bool, path: Path | None) -> None:
 
         jitted = jax.jit(step, donate_argnums=(0, 1), static_argnums=(3, 4, 5))
         lowered = jitted.lower(params, state, x, tx, gradients, fun)
-        found = optax_mp.collectives_report(lowered.compile(), params)
+        text = lowered.compile().as_text() or ""
         rows += [
             {
                 "AdamW": name,
                 "kind": row.kind,
-                "param": row.path,
-                "sent in": row.exchange_dtype,
+                "param": row.param,
+                "sent in": row.dtype,
                 "summed in": row.sum_dtype or "",
-                "times": row.count,
+                "times": row.times,
                 "MB": row.bytes / 1e6,
             }
-            for row in found.rows
-            if row.bytes > 1e5
+            for row in exchanges(text, sizes, count)
+            if row.param and row.bytes > 1e5
         ]
     where = "TPU " + topology if topology else "H100" if on_gpu else "CPU"
     title = f"XLA for {where}, {count} x {devices[0].device_kind}"

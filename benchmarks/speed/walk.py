@@ -27,7 +27,7 @@ _ROOTS = {
 # A form: the most calls and modules.
 LIMITS = {
     "float32": (41, 7),
-    "masters": (100, 10),
+    "masters": (100, 9),
     "loss scale": (300, 15),
     "compact": (250, 17),
 }

@@ -13,13 +13,12 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 - `_rules`: which rule an operation follows, a word or a function of the user.
 - `_lattice`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`.
-- `_run`: binds each equation again, as planned, and warns of loops that may never end
-  in 16 bits; `_derivatives`: equations with derivative rules, and matrix products with
-  float32 results.
+- `_run`: binds each equation again, as planned; `_derivatives`: equations with
+  derivative rules.
 - `_changes`: writes back the changes that a function makes to Flax NNX modules.
 - `_report`: the plan as a table, and the error of the outputs.
 
-Only `optax_mp._jax` knows how equations use the jaxprs inside them.
+Only `optax_mp.jaxprs` knows how equations use the jaxprs inside them.
 """
 
 from optax_mp.autocast._report import AmpOperation, AmpReport

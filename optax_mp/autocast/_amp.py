@@ -8,22 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._warnings import count_event, warn
+from optax_mp.autocast import _rules
 from optax_mp.autocast._changes import check_function, pure_call
 from optax_mp.autocast._lattice import full_precisions
-from optax_mp.autocast._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.autocast._run import Interpreter
-from optax_mp.wrappers._mistakes import explain_keywords
+from optax_mp.core._warnings import record_event, warn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@explain_keywords(enabled="call `fun` itself, or put a part of it into amp_stop")
 def amp(
     fun: Function,
     *,
     compute_dtype: DTypeLike = jnp.bfloat16,
-    rules: Mapping[Any, Rule] = default_amp_rules,
+    rules: Mapping[Any, _rules.Rule] = _rules.default_amp_rules,
 ) -> Function:
     """Run a function that is written for float32 in mixed precision.
 
@@ -57,12 +55,6 @@ def amp(
             - `"own"`: each input, and the output that belongs to it, in its own dtype;
             - `"as_written"`: as without amp. Operations with a function among their
               parameters (scatters, reductions by a function, kernels) always do this;
-            - `"low_f32"`: only for matrix products (`dot_general`): operands in the
-              compute dtype, also in the backward pass, and float32 results. The
-              gradient of a float32 weight is never rounded, and `jit` sums it over
-              devices in float32. Other rules win over this one, around its scope or
-              inside it. There is no forward mode (`jax.jvp`, `jax.hessian`), and in
-              the derivative of a `jax.custom_jvp` such a product runs as `"low"`.
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
             (new_invars, new_bind_params)`. It gets the dtypes as written, the inputs,
@@ -82,12 +74,9 @@ def amp(
         The function in mixed precision.
 
     Raises:
-        TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys,
-            or for an argument of another name; when called, if a function among the
-            rules returns anything else, or if the carry of a loop in `fun` changes its
-            dtype as written.
-        ValueError: if `compute_dtype` is not a 16-bit float, if a rule is unknown, or
-            if a rule for products is given to another operation.
+        TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys;
+            when called, if a function among the rules returns anything else.
+        ValueError: if `compute_dtype` is not a 16-bit float, or if a rule is unknown.
 
     Example:
         >>> import jax
@@ -105,13 +94,13 @@ def amp(
         https://arxiv.org/abs/1710.03740
     """
     check_function(fun, "amp")
-    checked_rules = Rules(rules, compute_dtype)
+    checked_rules = _rules.Rules(rules, compute_dtype)
     interpreter = Interpreter(checked_rules)
 
     @functools.wraps(fun, updated=())
     def autocast(*args: Any, **kwargs: Any) -> Any:
         if checked_rules.compute_dtype == jnp.float16:
-            count_event("computes in float16")
+            record_event("computes in float16")
         call = pure_call(fun, args, kwargs, "amp")
         traced, plan, warnings = interpreter.trace(call)
         for text in warnings:
@@ -157,6 +146,6 @@ def amp_stop(fun: Any = None) -> Any:
         (True, True)
     """
     if fun is None:
-        return jax.named_scope(STOP)
+        return jax.named_scope(_rules.STOP)
     check_function(fun, "amp_stop")
-    return functools.wraps(fun, updated=())(jax.named_scope(STOP)(fun))
+    return functools.wraps(fun, updated=())(jax.named_scope(_rules.STOP)(fun))

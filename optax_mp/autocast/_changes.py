@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_mp._warnings import warn
-from optax_mp.trees._tree import PyTree
+from optax_mp.core._warnings import warn
+from optax_mp.core.trees._tree import PyTree
 
 
 def check_function(fun: Any, caller: str) -> None:

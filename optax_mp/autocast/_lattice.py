@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from optax_mp._jax._jaxpr import Equation, is_shaped
+from optax_mp.core.jax_api._jaxpr import Equation
+from optax_mp.jaxprs._tracing import is_shaped
 
 LOW = "low"
 FULL = "full"

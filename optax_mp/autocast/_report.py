@@ -15,19 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_mp._jax._jaxpr import (
-    AnyJaxpr,
-    evaluate,
-    jaxprs_within,
-    open_jaxpr,
-)
-from optax_mp._jax._primitives import is_product
 from optax_mp._table import Report, Table
+from optax_mp.autocast import _plan, _rules
 from optax_mp.autocast._changes import pure_call
-from optax_mp.autocast._lattice import takes_part
-from optax_mp.autocast._plan import Action, Plan, Site
-from optax_mp.autocast._rules import Rule, Rules, default_amp_rules
+from optax_mp.autocast._lattice import LOW, takes_part
 from optax_mp.autocast._run import Interpreter
+from optax_mp.core.jax_api import _jaxpr
+from optax_mp.jaxprs._primitives import is_product
+from optax_mp.jaxprs._search import jaxprs_within
 
 
 @dataclass(frozen=True)
@@ -66,8 +61,7 @@ class AmpReport(Report):
         operations: how each operation ran, in the order of the function.
         error: the relative error of the function's outputs, compared with float32; NaN
             if it was not measured, because the function has side effects.
-        warnings: of loops whose condition reads values of the compute dtype, such as
-            Newton's method with a small tolerance.
+        warnings: of names in the rules that occur nowhere.
 
     Example:
         >>> import jax.numpy as jnp
@@ -91,7 +85,7 @@ class AmpReport(Report):
         ran = ", ".join(f"{count} {ran}" for ran, count in counts.most_common())
         error = "-" if math.isnan(self.error) else f"{self.error:.1e}"
         return [
-            Table([titles, *cells], left=4, long=1, width=56),
+            Table([titles, *cells], left=4),
             f"operations: {ran}; error of the outputs {error}",
             *(f"Warning: {warning}" for warning in self.warnings),
         ]
@@ -101,7 +95,7 @@ def amp_report(
     fun: Callable[..., Any],
     *args: Any,
     compute_dtype: DTypeLike = jnp.bfloat16,
-    rules: Mapping[Any, Rule] = default_amp_rules,
+    rules: Mapping[Any, _rules.Rule] = _rules.default_amp_rules,
     **kwargs: Any,
 ) -> AmpReport:
     """Compare a function as written with the same under `amp`, on these arguments.
@@ -140,7 +134,7 @@ def amp_report(
         >>> report.error < 0.01
         True
     """
-    interpreter = Interpreter(Rules(rules, compute_dtype))
+    interpreter = Interpreter(_rules.Rules(rules, compute_dtype))
     call = pure_call(fun, args, kwargs, "amp_report")
     traced, plan, warnings = interpreter.trace(call)
     counts = Counter(
@@ -153,7 +147,7 @@ def amp_report(
 
     def both(arrays: Any) -> Any:
         low = interpreter.run(traced.closed, plan, arrays)
-        return evaluate(traced.closed, arrays), low
+        return _jaxpr.evaluate(traced.closed, arrays), low
 
     # On CPU XLA would leave out casts to 16 bits and back, and with them the errors.
     options: Any = {"xla_allow_excess_precision": False}
@@ -162,7 +156,7 @@ def amp_report(
     return AmpReport(operations, error, warnings)
 
 
-def _decided(jaxpr: AnyJaxpr, plan: Plan) -> Iterator[Site]:
+def _decided(jaxpr: _jaxpr.AnyJaxpr, plan: _plan.Plan) -> Iterator[_plan.Site]:
     """Yield the equations that amp decides on, and products in those it leaves."""
     for site in plan.sites(jaxpr):
         action = site.action
@@ -172,25 +166,25 @@ def _decided(jaxpr: AnyJaxpr, plan: Plan) -> Iterator[Site]:
             yield from _products_within(site)
 
 
-def _products_within(site: Site) -> Iterator[Site]:
+def _products_within(site: _plan.Site) -> Iterator[_plan.Site]:
     """Yield the products inside an equation that is bound whole: as written.
 
     Such are products of a linear solver, of a kernel, and of a loop in `amp_stop`.
     """
-    action = Action("bind", (), (), "as_written", site.action.why)
+    action = _plan.Action("bind", (), (), "as_written", site.action.why)
     for jaxpr in jaxprs_within(site.equation):
-        for equation in open_jaxpr(jaxpr)[0].eqns:
-            inner = Site(equation, action, (site.equation, *site.around))
+        for equation in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
+            inner = _plan.Site(equation, action, (site.equation, *site.around))
             if is_product(equation):
                 yield inner
             yield from _products_within(inner)
 
 
-def _ran(action: Action) -> str:
+def _ran(action: _plan.Action) -> str:
     """Return how an operation ran, in the words of `AmpOperation`."""
     if action.how == "function":
         return action.how
-    if action.ran_low:
+    if LOW in action.inputs:
         return "low"
     return "as_written" if action.rule == "as_written" else "f32"
 

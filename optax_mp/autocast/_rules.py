@@ -14,37 +14,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import bits, floating_dtype
-from optax_mp._jax._control_flow import WITH_REGIONS, can_convert
-from optax_mp._jax._jaxpr import (
-    Equation,
-    Primitive,
-    is_literal,
-    jaxprs_within,
-    primitive_names,
-)
-from optax_mp._jax._primitives import AMP_WORDS
-from optax_mp._jax._source import scopes
 from optax_mp.autocast._lattice import takes_part
-from optax_mp.trees._tree import describe, is_floating
+from optax_mp.core import _dtypes
+from optax_mp.core.jax_api._arrays import describe
+from optax_mp.core.jax_api._jaxpr import Equation, is_literal
+from optax_mp.jaxprs import _primitives
+from optax_mp.jaxprs._control_flow import WITH_REGIONS, can_convert
+from optax_mp.jaxprs._search import jaxprs_within
+from optax_mp.jaxprs._source import scopes
 
 # A rule is one of these words, or a user's function. The docstring of `amp` says what
 # they mean.
 Rule = str | Callable[..., Any]
-WORDS = (
-    "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "low_f32"
-)  # fmt: skip
+WORDS = ("low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written")
 _NO_8_BITS = (
     "amp has no products in 8 bits, which move more bytes than in bfloat16: use "
     "bfloat16, or for 8 bits qwix, Transformer Engine or flax.linen.Fp8DotGeneralOp."
 )
-# The product that `"low_f32"` is for.
-PRIMITIVE = "dot_general"
-# Inside of a `jax.custom_jvp`, JAX may transpose a product, so it must be linear.
-LINEAR = "linear products"
-# Rules of a scope for products only, and how these run. Other operations in the scope
-# run as without it, and so do products with another rule around or inside of it.
-PRODUCT_WORDS: dict[Rule, str] = {"low_f32": "low_f32", LINEAR: "low"}
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
 STOP = "amp_stop"
@@ -52,7 +38,7 @@ RECIPROCAL = "reciprocal"
 BIAS_ADD = "bias_add"
 
 default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
-    AMP_WORDS
+    _primitives.AMP_WORDS
     # 1 / x, which is large if x is small.
     | {RECIPROCAL: "f32"}
     # x @ w + b: a float32 b would make everything that follows float32. It is added in
@@ -71,9 +57,9 @@ class Rules:
 
     def __init__(self, rules: Any, compute_dtype: DTypeLike) -> None:
         """Read `rules` as a user gives them."""
-        dtype = floating_dtype(compute_dtype, "amp: `compute_dtype`")
-        if bits(dtype) != 16:
-            advice = "call `fun` itself." if bits(dtype) > 16 else _NO_8_BITS
+        dtype = _dtypes.floating_dtype(compute_dtype, "amp: `compute_dtype`")
+        if _dtypes.bits(dtype) != 16:
+            advice = "call `fun` itself." if _dtypes.bits(dtype) > 16 else _NO_8_BITS
             raise ValueError(
                 "amp: expected `compute_dtype` to be bfloat16 or float16, got "
                 f"{dtype.name}; {advice}"
@@ -88,8 +74,10 @@ class Rules:
         self._by_name |= {_name(key): rule for key, rule in rules.items()}
         # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".
-        operations = {*default_amp_rules, *primitive_names()}
-        operations |= {key.name for key in rules if isinstance(key, Primitive)}
+        operations = {*default_amp_rules, *_primitives.primitive_names()}
+        operations |= {
+            key.name for key in rules if isinstance(key, _primitives.Primitive)
+        }
         for name, rule in self._by_name.items():
             _check_rule(name, rule, name in operations)
         self._names_to_find = self._by_name.keys() - operations - {STOP}
@@ -109,11 +97,9 @@ class Rules:
             equation: the equation.
             around: the rule of the scopes of the equations around it.
         """
-        rules = [] if around is None else [around]
-        rules += [rule for _, rule in self._in_scopes(scopes(equation))]
-        # Words for products yield to other rules, also further inside.
-        others = (rule for rule in rules if rule not in PRODUCT_WORDS)
-        return next(others, rules[0] if rules else None)
+        if around is not None:
+            return around
+        return next((rule for _, rule in self._in_scopes(scopes(equation))), None)
 
     def warnings_of_names(self, equations: Iterable[Equation]) -> tuple[str, ...]:
         """Return a warning of the names in the rules that no equation has."""
@@ -160,7 +146,7 @@ class Rules:
         params = equation.params
         if jaxprs_within(equation) or params.get("out_dtype") is not None:
             return "as_written", "parameters"
-        if rule in ("low", "low_f32") and "preferred_element_type" in params:
+        if rule == "low" and "preferred_element_type" in params:
             if not all(map(self._can_be_low, equation.outvars)):
                 return "as_written", "parameters"
             if not _is_free(params.get("precision")):
@@ -183,15 +169,11 @@ class Rules:
             own = self._by_name.get(BIAS_ADD, own)
         # A scope decides only where amp has a choice: an fft has no 16-bit form. Beside
         # a function for a scope, there may be no other rules.
-        has_choice = own != "as_written" or (callable(scope) and name in AMP_WORDS)
-        is_meant = scope not in PRODUCT_WORDS or (
-            name == PRIMITIVE and not callable(own)
+        has_choice = own != "as_written" or (
+            callable(scope) and name in _primitives.AMP_WORDS
         )
-        if scope == LINEAR:  # products with other rules keep them
-            is_meant &= own in ("low", "low_f32")
-        if scope is not None and has_choice and is_meant:
+        if scope is not None and has_choice:
             own, why = scope, "scope"
-        own = PRODUCT_WORDS.get(own, own)
         if own == "f32_if_f16":
             own = "f32" if self.compute_dtype == "float16" else "widest"
         return own, why
@@ -225,15 +207,10 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
             f"other calls, got one for {name!r} in `rules`; remove it, or give it to a "
             "`jax.named_scope` around them."
         )
-    if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
-        raise ValueError(
-            f"amp: expected the rule {rule!r} for {PRIMITIVE!r} or a scope, because "
-            f"it is for products of matrices, got it for {name!r}; use 'low' instead."
-        )
 
 
 def _name(key: Any) -> str:
-    name = key.name if isinstance(key, Primitive) else key
+    name = key.name if isinstance(key, _primitives.Primitive) else key
     if not isinstance(name, str):
         raise TypeError(
             "amp: expected each key of `rules` to be a primitive, its name, or the "
@@ -263,5 +240,5 @@ def call_function(
 
 
 def _kind(x: Any) -> tuple[Any, Any]:
-    dtype = "floating" if is_floating(x) else getattr(x, "dtype", None)
+    dtype = "floating" if _dtypes.is_floating(x) else getattr(x, "dtype", None)
     return getattr(x, "shape", None), dtype

@@ -1,8 +1,6 @@
-"""Saved states: whether they fit, and how they get another form.
+"""Saved states, and how they get another form.
 
 Orbax, `flax.serialization` and pickle save and restore states as they are; nothing here
-reads or writes files. `check_checkpoint` (`_check.py`) says before a restore whether a
-checkpoint matches the state, name by name. `convert_opt_state`
-(`_convert.py`) converts the state of a run to another form of its optimizer, such as
-other storage.
+reads or writes files. `convert_opt_state` (`_convert.py`) converts the state of a run
+to another form of its optimizer, such as other storage.
 """

@@ -8,30 +8,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._jax._arrays import is_on_host, to_device_tree, to_host, with_memory_of
-from optax_mp._jax._jaxpr import TracedCall
+from optax_mp.averages import AverageState
 from optax_mp.compact import LowBitState, Quantized, StochasticRoundingState
 from optax_mp.compact._codes import decode, encode
-from optax_mp.masters import Storage
-from optax_mp.masters._access import (
-    check_param_is_rounded,
-    decode_all,
-    map_masters,
-    put_beside,
-    read_arguments,
-)
-from optax_mp.masters._storage import (
-    AverageState,
-    MixedPrecisionState,
-    counter_of,
-    storage_of,
-)
-from optax_mp.masters._transform import follow_edits
-from optax_mp.scaling._state import LossScaleState
-from optax_mp.trees._leaves import Leaves, is_absent
-from optax_mp.trees._states import find_states, map_states
-from optax_mp.trees._tree import PyTree, cast_floating, copy_shared, is_floating, spell
-from optax_mp.wrappers._inner import as_transformation
+from optax_mp.core import _dtypes
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.jax_api._jaxpr import TracedCall
+from optax_mp.core.masters import _access, _storage
+from optax_mp.core.masters._edits import follow_edits
+from optax_mp.core.masters._storage import Storage
+from optax_mp.core.scaling._state import LossScaleState
+from optax_mp.core.trees import _tree
+from optax_mp.core.trees._leaves import Leaves, is_absent
+from optax_mp.core.trees._states import find_states, map_states
+from optax_mp.core.wrappers._protocol import as_transformation
 
 _CALLER = "convert_opt_state"
 _CAST_FIRST = (
@@ -41,7 +31,7 @@ _CAST_FIRST = (
     "keep an edit, convert `optax_mp.follow_params(opt_state, params)`."
 )
 _WRAPPERS = (
-    MixedPrecisionState,
+    _storage.MixedPrecisionState,
     LowBitState,
     StochasticRoundingState,
     LossScaleState,
@@ -104,17 +94,21 @@ def convert_opt_state(
         'int8'
     """
     names = "opt_state, params, from_tx, to_tx"
-    opt_state, params, leaves = read_arguments(opt_state, params, _CALLER, names)
+    opt_state, params, leaves = _access.read_arguments(
+        opt_state, params, _CALLER, names
+    )
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
-    for _, state in find_states(opt_state, MixedPrecisionState):
-        counter_of(state, _CALLER)
+    for _, state in find_states(opt_state, _storage.MixedPrecisionState):
+        _storage.counter_of(state, _CALLER)
     _check_made_by(opt_state, from_tx, params)
     kept = {kind: [x for _, x in find_states(opt_state, kind)] for kind in _WRAPPERS}
-    has_masters = bool(kept[MixedPrecisionState])
+    has_masters = bool(kept[_storage.MixedPrecisionState])
     weights = _masters(opt_state, leaves) if has_masters else params
     if kept[StochasticRoundingState]:
-        weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
+        weights = _tree.cast_floating(
+            weights, jnp.float32
+        )  # as the inner optimizer saw them
     with warnings.catch_warnings():
         # The run's masters will replace the ones made here from cast params.
         warnings.filterwarnings("ignore", "mixed_precision: param .* at `init`, which")
@@ -122,9 +116,9 @@ def convert_opt_state(
     kept[LossScaleState] = _adapt_scales(
         kept[LossScaleState], from_tx, template, params
     )
-    if not find_states(template, MixedPrecisionState):
+    if not find_states(template, _storage.MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
-        template = to_tx.init(to_device_tree(weights))
+        template = to_tx.init(_arrays.to_device_tree(weights))
     name = "that of `to_tx`, which must have the same optimizer inside"
     inner = Leaves.of(_unwrap(template), caller=_CALLER, name=name)
     own = _unwrap(opt_state)
@@ -133,7 +127,7 @@ def convert_opt_state(
     if has_masters:
         filled = _replace_masters(filled, weights, leaves)
     # Arrays that were not changed are copied, so that all three can be donated.
-    return copy_shared(filled, (opt_state, params))
+    return _tree.copy_shared(filled, (opt_state, params))
 
 
 def _adapt_scales(kept: list[Any], from_tx: Any, template: Any, params: Any) -> Any:
@@ -161,23 +155,25 @@ def _adapt_scales(kept: list[Any], from_tx: Any, template: Any, params: Any) -> 
 
 # State in host memory is brought to the device leaf by leaf and put back, so that the
 # device never holds all of it.
-def _masters(opt_state: optax.OptState, leaves: Leaves) -> PyTree:
+def _masters(opt_state: optax.OptState, leaves: Leaves) -> _tree.PyTree:
     """Return the masters, in the memory where the state has them."""
     values = list(leaves.values)
-    states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
-    for i, _, stored, master in decode_all(leaves, states):
-        is_kept_there = any(map(is_on_host, jax.tree.leaves(stored)))
-        values[i] = to_host(master) if is_kept_there else master
+    states = [
+        state for _, state in find_states(opt_state, _storage.MixedPrecisionState)
+    ]
+    for i, _, stored, master in _access.decode_all(leaves, states):
+        is_kept_there = any(map(_arrays.is_on_host, jax.tree.leaves(stored)))
+        values[i] = _arrays.to_host(master) if is_kept_there else master
     return leaves.unflatten(values)
 
 
-def _unwrap(state: optax.OptState) -> PyTree:
+def _unwrap(state: optax.OptState) -> _tree.PyTree:
     """Return the state of the optimizer inside, dequantized."""
 
     def unwrap(node: Any) -> Any:
         if not isinstance(node, Quantized):
             return node.inner_state
-        return with_memory_of(decode(to_device_tree(node)), node.codes)
+        return _arrays.with_memory_of(decode(_arrays.to_device_tree(node)), node.codes)
 
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 
@@ -190,7 +186,7 @@ class _Wrappers:
     """
 
     def __init__(
-        self, kept: dict[type, list[Any]], weights: PyTree, leaves: Leaves
+        self, kept: dict[type, list[Any]], weights: _tree.PyTree, leaves: Leaves
     ) -> None:
         self._kept, self._leaves = kept, leaves
         self._starts = Leaves.of(weights, caller=_CALLER).values
@@ -201,14 +197,14 @@ class _Wrappers:
             average = leaves.match(state.average, "the average in `opt_state`")
             for i, x in _present(average):
                 self._averages[i].append((x, state.step_count))
-        for state in kept[MixedPrecisionState]:
-            stored = leaves.match_subtrees(state.master_params, "the masters")
+        for state in kept[_storage.MixedPrecisionState]:
+            stored = leaves.match(state.master_params, "the masters")
             for i, _ in _present(stored):
                 exact = state.last_exact
                 if exact is None:
                     # `Split` rounds ties differently from a cast. That is not an edit.
-                    master = to_device_tree(self._starts[i])
-                    param = put_beside(leaves.values[i], master)
+                    master = _arrays.to_device_tree(self._starts[i])
+                    param = _access.put_beside(leaves.values[i], master)
                     followed = follow_edits(master, param)
                     exact = jnp.array_equal(followed, master, equal_nan=True)
                 self._exact[i].append(exact)
@@ -218,7 +214,7 @@ class _Wrappers:
         """Return a new wrapper's state with the run's fields."""
         if isinstance(node, AverageState):
             return self._with_average(node)
-        if isinstance(node, MixedPrecisionState):
+        if isinstance(node, _storage.MixedPrecisionState):
             return self._with_own_fields(node)
         for kind, states in self._kept.items():
             if isinstance(node, kind) and states:
@@ -234,22 +230,28 @@ class _Wrappers:
             new = self._starts[i]
             if self._averages[i]:
                 new, count = self._averages[i].pop(0)
-            values.append(with_memory_of(to_device_tree(new).astype(old.dtype), old))
+            values.append(
+                _arrays.with_memory_of(
+                    _arrays.to_device_tree(new).astype(old.dtype), old
+                )
+            )
         # Keep the structure: one `MaskedNode` may hide a whole branch of params.
         average = jax.tree.unflatten(jax.tree.structure(state.average), values)
         return state._replace(average=average, step_count=count)
 
-    def _with_own_fields(self, state: MixedPrecisionState) -> MixedPrecisionState:
+    def _with_own_fields(
+        self, state: _storage.MixedPrecisionState
+    ) -> _storage.MixedPrecisionState:
         """Return a state whose `last_exact` holds for all of its params.
 
         And which goes on with the run's random numbers.
         """
-        stored = self._leaves.match_subtrees(state.master_params, "the masters")
+        stored = self._leaves.match(state.master_params, "the masters")
         present = [i for i, _ in _present(stored)]
         flags = [flag for i in present for flag in self._exact[i]]
         if state.last_exact is not None and flags:
-            last_exact = jnp.array(to_device_tree(flags)).all()
-            last_exact = with_memory_of(last_exact, state.last_exact)
+            last_exact = jnp.array(_arrays.to_device_tree(flags)).all()
+            last_exact = _arrays.with_memory_of(last_exact, state.last_exact)
             state = state._replace(last_exact=last_exact)
         counts = [self._counts[i] for i in present if self._counts[i] is not None]
         if state.step_count is not None and counts:
@@ -262,7 +264,9 @@ def _present(values: list[Any]) -> list[tuple[int, Any]]:
     return [(i, x) for i, x in enumerate(values) if not is_absent(x)]
 
 
-def _fill(template: PyTree, values: Iterator[Any], wrappers: _Wrappers) -> PyTree:
+def _fill(
+    template: _tree.PyTree, values: Iterator[Any], wrappers: _Wrappers
+) -> _tree.PyTree:
     """Return the template with `values` for the leaves of the bare optimizer.
 
     Args:
@@ -273,14 +277,16 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: _Wrappers) -> PyTre
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
-            codes = encode(to_device_tree(next(values)), to_device_tree(node), None)
-            return with_memory_of(codes, node)
+            codes = encode(
+                _arrays.to_device_tree(next(values)), _arrays.to_device_tree(node), None
+            )
+            return _arrays.with_memory_of(codes, node)
         if not isinstance(node, _WRAPPERS):
             # `map` visits leaves in the order that `values` are in.
             value = next(values)
-            if is_floating(value) and value.dtype != node.dtype:
-                value = to_device_tree(value).astype(node.dtype)
-            return with_memory_of(value, node)
+            if _dtypes.is_floating(value) and value.dtype != node.dtype:
+                value = _arrays.to_device_tree(value).astype(node.dtype)
+            return _arrays.with_memory_of(value, node)
         node = wrappers.fields_for(node)
         return node._replace(inner_state=_fill(node.inner_state, values, wrappers))
 
@@ -288,26 +294,29 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: _Wrappers) -> PyTre
     return jax.tree.map(fill, template, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def _replace_masters(opt_state: Any, weights: PyTree, leaves: Leaves) -> Any:
+def _replace_masters(opt_state: Any, weights: _tree.PyTree, leaves: Leaves) -> Any:
     """Return a state of the new form with the masters of the run."""
     values = leaves.match(weights, "the masters")
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
-        master = to_device_tree(values[i]).astype(old.dtype)
+        master = _arrays.to_device_tree(values[i]).astype(old.dtype)
         if storage.param_is_part:
-            where = f"{_CALLER}: expected the master of {spell(leaves.paths[i])}"
+            where = f"{_CALLER}: expected the master of {_tree.spell(leaves.paths[i])}"
             param = leaves.values[i]
-            check_param_is_rounded(storage, master, param, where, _CAST_FIRST)
+            _access.check_param_is_rounded(storage, master, param, where, _CAST_FIRST)
         return master
 
-    return map_masters(replace, opt_state, leaves)
+    return _access.map_masters(replace, opt_state, leaves)
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
     # Only traced, because a call of `init` would allocate a second state.
     expected = TracedCall.of(tx.init, params).unflatten_outputs()
     kept, wanted = (
-        [storage_of(node, _CALLER) for _, node in find_states(x, MixedPrecisionState)]
+        [
+            _storage.storage_of(node, _CALLER)
+            for _, node in find_states(x, _storage.MixedPrecisionState)
+        ]
         for x in (state, expected)
     )
     if kept != wanted:

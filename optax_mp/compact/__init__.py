@@ -13,18 +13,14 @@ are lost if they are always rounded to nearest.
 - `_quantized`: a low-bit array, the equation of its codes, and what is a line.
 - `_codes`: from an array to a `Quantized`, and back.
 - `_code_choice`: which arrays get which codes, by a trace of the update.
+- `_flows`: how arrays of a state reach its next one, for that choice.
+- `_scales_in_boxes`: scales in boxes of frameworks.
+- `_rounding`: round at random to a dtype.
 - `_stochastic`: the other transform.
-- `_accumulator`: sums of gradients over micro-batches, in 32 or 16 bits.
 """
 
-from optax_mp.compact._accumulator import AccumulatedGradients
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._quantized import Quantized
 from optax_mp.compact._stochastic import StochasticRoundingState
 
-__all__ = [
-    "AccumulatedGradients",
-    "LowBitState",
-    "Quantized",
-    "StochasticRoundingState",
-]
+__all__ = ["LowBitState", "Quantized", "StochasticRoundingState"]

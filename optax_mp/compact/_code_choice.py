@@ -25,17 +25,13 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._dataflow import (
-    Flow,
-    depending_outputs,
-    flows,
-    own_flows,
-    union_of,
-)
-from optax_mp._jax._jaxpr import TracedCall, is_dynamic, is_output
-from optax_mp._warnings import warn
+from optax_mp.compact import _flows
 from optax_mp.compact._quantized import Code, choose_lines
-from optax_mp.trees._tree import is_array, is_floating
+from optax_mp.core._dtypes import is_floating
+from optax_mp.core._warnings import warn
+from optax_mp.core.jax_api import _jaxpr
+from optax_mp.core.jax_api._arrays import is_array
+from optax_mp.jaxprs._dependence import depending_outputs
 
 
 def choose_codes(
@@ -45,15 +41,15 @@ def choose_codes(
     leaves = jax.tree.leaves(state)
     chosen: list[Code | None] = [None] * len(leaves)
     # Only these are outputs of `init`.
-    arrays = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+    arrays = [i for i, leaf in enumerate(leaves) if _jaxpr.is_dynamic(leaf)]
     large = [_is_large(leaves[i], min_size) for i in arrays]
     if not any(large):
         return chosen
-    init = TracedCall.of(inner.init, params).closed
+    init = _jaxpr.TracedCall.of(inner.init, params).closed
     # Masters, averages and other arrays that start as the params are not moments.
     as_params = depending_outputs(init)
     # Hyperparameters that are injected are numbers of the state.
-    pairs = zip(arrays, flows(init), strict=True)
+    pairs = zip(arrays, _flows.flows(init), strict=True)
     below_one = [flow.shrinks and _is_number(leaves[i]) for i, flow in pairs]
     update = trace_update(inner, params, state, below_one)
     if isinstance(update, Exception):
@@ -64,7 +60,7 @@ def choose_codes(
         )
         return chosen
     of_updates, of_state = update
-    whole = union_of([*of_updates, *of_state.values()])
+    whole = _flows.union_of([*of_updates, *of_state.values()])
     starts = {n for n, starts in zip(of_state, as_params, strict=True) if starts}
     # Where the params are computed from a start, sums are positions.
     anchored = [flow.reached_by for flow in of_updates if flow.reached_by & starts]
@@ -103,8 +99,8 @@ class TracedUpdate(NamedTuple):
             update, the flow of its new value.
     """
 
-    of_updates: Sequence[Flow]
-    of_state: dict[int, Flow]
+    of_updates: Sequence[_flows.Flow]
+    of_state: dict[int, _flows.Flow]
 
 
 def trace_update(
@@ -147,13 +143,13 @@ def _trace(
         new_leaves = dict(tree_leaves_with_path(new_state))
         return updates, [new_leaves[path] for path, _ in tree_leaves_with_path(state)]
 
-    traced = TracedCall.of(update, (params, state, params))
-    before = sum(map(is_dynamic, jax.tree.leaves(params)))
+    traced = _jaxpr.TracedCall.of(update, (params, state, params))
+    before = sum(map(_jaxpr.is_dynamic, jax.tree.leaves(params)))
     numbers = range(before, len(traced.arrays) - before)
-    if sum(map(is_output, traced.unflatten_outputs()[1])) != len(numbers):
+    if sum(map(_jaxpr.is_output, traced.unflatten_outputs()[1])) != len(numbers):
         raise ValueError("its new state has other arrays")
     shrinking = [n for n, is_below in zip(numbers, below_one, strict=True) if is_below]
-    found = flows(traced.closed, own_flows(traced.closed, shrinking))
+    found = _flows.flows(traced.closed, _flows.own_flows(traced.closed, shrinking))
     split = len(found) - len(numbers)
     return TracedUpdate(found[:split], dict(zip(numbers, found[split:], strict=True)))
 

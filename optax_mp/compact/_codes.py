@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from optax_mp._jax._arrays import has_untold_ranks, reshard_like, whole_along
-from optax_mp._jax._contact import varying_axes
-from optax_mp._random_numbers import uniform_numbers
-from optax_mp._warnings import warn
-from optax_mp.compact._quantized import Code, Quantized, is_quantized, new_quantized
-from optax_mp.trees._boxes import put, unbox
+from optax_mp.compact import _quantized
+from optax_mp.core._random_numbers import uniform_numbers
+from optax_mp.core._warnings import warn
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.jax_api._contact import varying_axes
+from optax_mp.core.trees._boxes import in_box_like, unbox
 
 # Bit patterns of float32. With the least scale, 2^-62, the value of code 1 is 2^-126 or
 # more. Processors flush smaller numbers to zero, and optimizers divide by them. The
@@ -30,7 +31,7 @@ _INFINITY = np.int32(0x7F800000)
 _ONE = np.float32(1)  # `lax` does not promote Python's where 64-bit types are on
 
 
-def zeros_in(code: Code, x: Any) -> Quantized:
+def zeros_in(code: _quantized.Code, x: Any) -> _quantized.Quantized:
     """Return zeros of the shape of `x`, an array or a description of one."""
     codes = first = jnp.zeros_like(x, code.dtype)
     # Of a slice, for its sharding.
@@ -41,7 +42,7 @@ def zeros_in(code: Code, x: Any) -> Quantized:
             (x.shape[axis], code.group) if code.group else (1, 1)
         )
     first = lax.slice(first, starts, limits, strides)
-    return new_quantized(code, codes, jnp.zeros_like(first, jnp.bfloat16))
+    return _quantized.new_quantized(code, codes, jnp.zeros_like(first, jnp.bfloat16))
 
 
 def decode(quantized: Any) -> Any:
@@ -49,13 +50,15 @@ def decode(quantized: Any) -> Any:
 
     Other nodes of a state are returned as they are.
     """
-    if not is_quantized(quantized):
+    if not _quantized.is_quantized(quantized):
         return quantized
     codes, scales = jax.tree.leaves(quantized)
-    return put(quantized.codes, _decode(quantized.code, codes, scales))
+    return in_box_like(quantized.codes, _decode(quantized.code, codes, scales))
 
 
-def encode(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
+def encode(
+    x: Any, like: _quantized.Quantized, key: jax.Array | None
+) -> _quantized.Quantized:
     """Return `x` in the form of `like`.
 
     An infinite or NaN value makes its line NaN.
@@ -77,12 +80,12 @@ def encode(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
         )
     made = _encode(like.code, values, varying_axes(scales), key)
     pairs = zip(made, (codes, scales), strict=True)
-    return treedef.unflatten(reshard_like(new, old) for new, old in pairs)
+    return treedef.unflatten(_arrays.reshard_like(new, old) for new, old in pairs)
 
 
 # Jitted, so that arrays of one shape and code are traced once. XLA inlines the calls.
 @partial(jax.jit, static_argnums=0)
-def _decode(code: Code, codes: jax.Array, scales: jax.Array) -> jax.Array:
+def _decode(code: _quantized.Code, codes: jax.Array, scales: jax.Array) -> jax.Array:
     roots = lax.mul(lax.convert_element_type(codes, jnp.float32), _unit(code))
     scales = lax.convert_element_type(scales, jnp.float32)
     return lax.mul(_signed_power(roots, code), _spread(scales, code, codes))
@@ -90,7 +93,7 @@ def _decode(code: Code, codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(0, 2))
 def _encode(
-    code: Code, values: jax.Array, axes_of_scales: frozenset[Any], key: Any
+    code: _quantized.Code, values: jax.Array, axes_of_scales: frozenset[Any], key: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Return codes and scales.
 
@@ -139,18 +142,18 @@ def _encode(
     )
 
 
-def _unit(code: Code) -> Any:
+def _unit(code: _quantized.Code) -> Any:
     return _ONE / np.float32(jnp.iinfo(code.dtype).max)
 
 
-def _power(x: jax.Array, code: Code) -> jax.Array:
+def _power(x: jax.Array, code: _quantized.Code) -> jax.Array:
     """Return a power of nonnegative numbers."""
     for _ in range(code.power.bit_length() - 1):
         x = lax.mul(x, x)
     return x
 
 
-def _signed_power(x: jax.Array, code: Code) -> jax.Array:
+def _signed_power(x: jax.Array, code: _quantized.Code) -> jax.Array:
     if code.is_unsigned:
         return _power(x, code)
     # The last of the squares has the sign.
@@ -159,13 +162,13 @@ def _signed_power(x: jax.Array, code: Code) -> jax.Array:
     return lax.mul(x, lax.abs(x))
 
 
-def _root(x: jax.Array, code: Code) -> jax.Array:
+def _root(x: jax.Array, code: _quantized.Code) -> jax.Array:
     for _ in range(code.power.bit_length() - 1):
         x = lax.sqrt(x)
     return x
 
 
-def _largest(sizes: jax.Array, code: Code) -> jax.Array:
+def _largest(sizes: jax.Array, code: _quantized.Code) -> jax.Array:
     """Return the bit pattern of the largest size in each line, int32."""
     # Patterns are in the order of the sizes, NaN last. XLA loses NaN in some maxima of
     # floats on CPUs: https://github.com/openxla/xla/issues/21461.
@@ -184,7 +187,7 @@ def _largest(sizes: jax.Array, code: Code) -> jax.Array:
     return lax.reduce_max(patterns, (last + 1,))
 
 
-def _spread(scales: jax.Array, code: Code, like: jax.Array) -> jax.Array:
+def _spread(scales: jax.Array, code: _quantized.Code, like: jax.Array) -> jax.Array:
     """Return for each value of an array the scale of its line."""
     axes = tuple(range(like.ndim))
     if code.group is None:
@@ -194,4 +197,28 @@ def _spread(scales: jax.Array, code: Code, like: jax.Array) -> jax.Array:
         whole = (*scales.shape[:-1], scales.shape[-1] * code.group)
         spread = lax.reshape(lax.broadcast_in_dim(scales, grouped, axes), whole)
         spread = lax.slice_in_dim(spread, 0, like.shape[-1], axis=like.ndim - 1)
-    return reshard_like(spread, like)
+    return _arrays.reshard_like(spread, like)
+
+
+def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Return `x`, not sharded along `axis` unless each part has whole groups.
+
+    If the type of an array has its sharding, JAX refuses to reshape it into groups of
+    neighbours that lie on several devices.
+    """
+    sharding = _arrays.sharding_in_type(x)
+    if sharding is None or _arrays.fits_groups(sharding, axis, x.shape[axis], size):
+        return x
+    entries = _arrays.entries_of(sharding.spec, x.ndim)
+    entries[axis] = None
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*entries)))
+
+
+def has_untold_ranks(x: Any) -> bool:
+    """Return whether `x` may differ among ranks of `shard_map` without its type.
+
+    That is so with `check_vma=False`, where the types of all arrays are silent.
+    """
+    mesh = _arrays.mesh_in_type(x)
+    names = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
+    return any(not _arrays.varying_axes(lax.axis_index(name)) for name in names)

@@ -9,24 +9,20 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
-from optax_mp._random_numbers import check_seed, rounding_keys
-from optax_mp._warnings import warn
+from optax_mp.compact import _codes, _quantized
 from optax_mp.compact._code_choice import choose_codes
-from optax_mp.compact._codes import decode, encode, zeros_in
-from optax_mp.compact._quantized import Code, is_quantized, new_quantized
-from optax_mp.trees._boxes import flatten_slots, is_box, put, put_resized, unbox
-from optax_mp.trees._descriptions import divides_names, place_like_params
-from optax_mp.trees._states import inner_field
-from optax_mp.trees._tree import PyTree, copy_shared, describe, is_floating, spell
-from optax_mp.trees._typed import type_with
-from optax_mp.wrappers._context import Transformation
-from optax_mp.wrappers._inner import (
-    as_transformation,
-    check_gradients,
-    check_own_state,
-    update_inner,
-)
-from optax_mp.wrappers._mistakes import check_whole_number, explain_keywords
+from optax_mp.compact._rounding import check_seed
+from optax_mp.compact._scales_in_boxes import box_scales
+from optax_mp.core import _dtypes
+from optax_mp.core._random_numbers import rounding_keys
+from optax_mp.core._warnings import warn
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.trees import _boxes, _states, _tree
+from optax_mp.core.trees._descriptions import place_like_params
+from optax_mp.core.trees._states import inner_field
+from optax_mp.core.trees._typed import type_with
+from optax_mp.core.wrappers import _arguments, _protocol
+from optax_mp.core.wrappers._mistakes import check_whole_number
 
 _CALLER = "low_bit_state"
 # So that the random numbers differ from the numbers of `stochastic_rounding` with the
@@ -36,6 +32,7 @@ _SALT = 1
 _LARGE_STATE = 2**20
 
 
+@_states.own_state
 class LowBitState(NamedTuple):
     """State of `low_bit_state`.
 
@@ -67,12 +64,6 @@ class LowBitState(NamedTuple):
     __getattr__ = inner_field
 
 
-@explain_keywords(
-    block_size="leave it out: each line of a matrix has one scale",
-    column_scales="leave it out: fourth and eighth roots resolve small columns",
-    product_bits="leave it out: arrays that reach products have 16 bits",
-    dtype="leave it out, or pass `bits=16`: codes of 16 bits are more exact",
-)
 def low_bit_state(
     inner: optax.GradientTransformation,
     *,
@@ -153,8 +144,8 @@ def low_bit_state(
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022,
         https://arxiv.org/abs/2110.02861
     """
-    inner = as_transformation(inner, _CALLER)
-    update = partial(update_inner, inner, _CALLER)
+    inner = _protocol.as_transformation(inner, _CALLER)
+    update = partial(_protocol.update_inner, inner, _CALLER)
     if check_whole_number("low_bit_state: `bits`", bits) not in (8, 16):
         raise ValueError(
             f"low_bit_state: expected `bits` to be 8 or 16, got {bits}; pass 8 for the "
@@ -167,30 +158,34 @@ def low_bit_state(
     def init_fn(params: optax.Params) -> LowBitState:
         state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, bits, min_size)
-        slots, treedef = flatten_slots(state)
-        for i, (path, _) in enumerate(tree_leaves_with_path(state)):
-            if (code := chosen[i]) is not None:
-                slots[i] = _quantize_slot(slots[i], code, spell(path))
+        slots, treedef = _boxes.flatten_slots(state)
+        for i, code in enumerate(chosen):
+            if code is not None:
+                slots[i] = _quantize_slot(slots[i], code)
         _warn_if_mostly_wide(state, slots, min_size)
         # Placed again, because zeros depend on nothing.
         state = place_like_params(treedef.unflatten(slots), params)
-        return make_state(jnp.zeros((), jnp.int32), copy_shared(state, params))
+        return make_state(jnp.zeros((), jnp.int32), _tree.copy_shared(state, params))
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowBitState]:
-        check_own_state(state, LowBitState, _CALLER, bits=bits)
-        check_gradients(params, updates, _CALLER)
-        before = jax.tree.map(decode, state.inner_state, is_leaf=is_quantized)
+        _arguments.check_own_state(state, LowBitState, _CALLER, bits=bits)
+        _arguments.check_gradients(params, updates, _CALLER)
+        before = jax.tree.map(
+            _codes.decode, state.inner_state, is_leaf=_quantized.is_quantized
+        )
         updates, after = update(updates, before, params, **extra_args)
         inner_state = _encode_again(after, state, seed)
         count = jnp.asarray(optax.safe_increment(state.step_count))
         return updates, make_state(count, inner_state)
 
-    return Transformation.of(_CALLER, init_fn, update_fn)
+    return _protocol.Transformation.of(_CALLER, init_fn, update_fn)
 
 
-def _warn_if_mostly_wide(state: PyTree, slots: Sequence[Any], min_size: int) -> None:
+def _warn_if_mostly_wide(
+    state: _tree.PyTree, slots: Sequence[Any], min_size: int
+) -> None:
     """Warn if less than half of a large state is stored in codes.
 
     Args:
@@ -199,8 +194,8 @@ def _warn_if_mostly_wide(state: PyTree, slots: Sequence[Any], min_size: int) -> 
         min_size: the number of elements that an array needs for that.
     """
     leaves = tree_leaves_with_path(state)
-    sizes = [leaf.size if is_floating(leaf) else 0 for _, leaf in leaves]
-    wide = [i for i, slot in enumerate(slots) if not is_quantized(slot)]
+    sizes = [leaf.size if _dtypes.is_floating(leaf) else 0 for _, leaf in leaves]
+    wide = [i for i, slot in enumerate(slots) if not _quantized.is_quantized(slot)]
     total = sum(sizes)
     coded = total - sum(sizes[i] for i in wide)
     if total < _LARGE_STATE or 2 * coded >= total:
@@ -208,52 +203,42 @@ def _warn_if_mostly_wide(state: PyTree, slots: Sequence[Any], min_size: int) -> 
     path, leaf = leaves[max(wide, key=sizes.__getitem__)]
     warn(
         f"low_bit_state: {coded / total:.0%} of the {total:,} numbers of the state are "
-        f"stored in codes; the largest array that is not is {spell(path)} "
-        f"{describe(leaf)}. Arrays of fewer than `min_size` ({min_size}) elements, "
-        "other dtypes than float32, histories and weights stay as they are."
+        f"stored in codes; the largest array that is not is {_tree.spell(path)} "
+        f"{_arrays.describe(leaf)}. Arrays of fewer than `min_size` ({min_size}) "
+        "elements, other dtypes than float32, histories and weights stay as they are."
     )
 
 
-def _quantize_slot(slot: Any, code: Code, where: str) -> Any:
+def _quantize_slot(slot: Any, code: _quantized.Code) -> Any:
     """Return an array of a state in codes; both codes and scales in boxes like its own.
-
-    If a box takes no array of another shape, the array stays as it is.
 
     Args:
         slot: the array, in its box if it has one.
         code: how it is quantized.
-        where: its path.
     """
-    leaf = unbox(slot)
-    zeros = zeros_in(code, leaf)
+    leaf = _boxes.unbox(slot)
+    zeros = _codes.zeros_in(code, leaf)
     # Without the barrier XLA computes all of these constants while it compiles a jitted
     # `init`, which takes seconds for a million values.
     leaf, zeros = jax.lax.optimization_barrier((leaf, zeros))
-    codes, scales = encode(leaf, zeros, None)
-    try:
-        boxed = put_resized(slot, scales, divides_names(slot))
-    except (ValueError, TypeError, AssertionError) as error:
-        warn(
-            f"low_bit_state: expected {where}, {describe(leaf)}, in a pytree node that "
-            f"takes any shape, got a {type(slot).__name__}, which takes no scales "
-            f"{describe(scales)} ({error}), so it is not quantized."
-        )
-        return slot
-    return new_quantized(code, put(slot, codes), boxed)
+    codes, scales = _codes.encode(leaf, zeros, None)
+    return _quantized.new_quantized(
+        code, _boxes.in_box_like(slot, codes), box_scales(slot, scales)
+    )
 
 
-def _encode_again(after: PyTree, state: LowBitState, seed: Any) -> PyTree:
+def _encode_again(after: _tree.PyTree, state: LowBitState, seed: Any) -> _tree.PyTree:
     """Return the new inner state, in codes where the one in `state` is."""
     # By path: a state may gain leaves at the first step, as the state of
     # `optax.monitor` does.
-    nodes = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
-    old = {path: node for path, node in nodes if is_quantized(node)}
+    nodes = tree_leaves_with_path(state.inner_state, is_leaf=_quantized.is_quantized)
+    old = {path: node for path, node in nodes if _quantized.is_quantized(node)}
     keys = {}
     if seed is not None:
         all_keys = rounding_keys(len(old), seed, _SALT, state.step_count)
         keys = dict(zip(old, all_keys, strict=True))
 
     def encode_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
-        return encode(leaf, old[path], keys.get(path)) if path in old else leaf
+        return _codes.encode(leaf, old[path], keys.get(path)) if path in old else leaf
 
-    return tree_map_with_path(encode_leaf, after, is_leaf=is_box)
+    return tree_map_with_path(encode_leaf, after, is_leaf=_boxes.is_box)

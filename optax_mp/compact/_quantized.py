@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_mp.trees._typed import type_with
+from optax_mp.core.trees._typed import type_with
 
 # A line along the last axis, unless the axis before is this many times shorter: as in a
 # head, which has at least so many features. Fewer rows are layers, stacked norms.

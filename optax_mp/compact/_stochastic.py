@@ -6,31 +6,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._dtypes import bits
-from optax_mp._random_numbers import (
-    check_seed,
-    round_stochastically,
-    rounding_keys,
-)
-from optax_mp._warnings import warn
-from optax_mp.scaling._unscale import is_unmarked
-from optax_mp.trees._descriptions import place_like_params
-from optax_mp.trees._leaves import Leaves
-from optax_mp.trees._states import inner_field
-from optax_mp.trees._tree import copy_shared, describe, is_floating, spell
-from optax_mp.wrappers._choose import choose_step, difference
-from optax_mp.wrappers._context import Transformation
-from optax_mp.wrappers._inner import (
-    MatchedArguments,
-    as_inner_param,
-    as_transformation,
-    check_own_state,
-    require_params,
-)
+from optax_mp.compact import _rounding
+from optax_mp.core import _dtypes, _random_numbers
+from optax_mp.core._dtypes import bits
+from optax_mp.core._warnings import warn
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.trees import _states, _tree
+from optax_mp.core.trees._descriptions import place_like_params
+from optax_mp.core.trees._leaves import Leaves
+from optax_mp.core.trees._states import inner_field
+from optax_mp.core.wrappers import _arguments
+from optax_mp.core.wrappers._choose import choose_step, is_unmarked
+from optax_mp.core.wrappers._protocol import Transformation, as_transformation
+from optax_mp.core.wrappers._updates import difference
 
 _CALLER = "stochastic_rounding"
 
 
+@_states.own_state
 class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`.
 
@@ -107,34 +100,35 @@ def stochastic_rounding(
         https://arxiv.org/abs/2010.06192
     """
     inner = as_transformation(inner, _CALLER)
-    check_seed(seed, _CALLER)
+    _rounding.check_seed(seed, _CALLER)
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         leaves = Leaves.of(params, caller=_CALLER)
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
-            if is_floating(leaf) and bits(leaf.dtype) < 16:
+            if _dtypes.is_floating(leaf) and bits(leaf.dtype) < 16:
                 raise ValueError(
-                    f"stochastic_rounding: expected param {spell(path)} in 16 bits or "
-                    f"more, got {describe(leaf)}; use `optax_mp.mixed_precision` with "
+                    f"stochastic_rounding: expected param {_tree.spell(path)} in 16 "
+                    f"bits or more, got {_arrays.describe(leaf)}; use "
+                    "`optax_mp.mixed_precision` with "
                     '`update_dtype="params"`.'
                 )
         wide = leaves.unflatten(map(_widen, leaves.values))
         inner_state = place_like_params(inner.init(wide), wide)
-        inner_state = copy_shared(inner_state, leaves.values)
+        inner_state = _tree.copy_shared(inner_state, leaves.values)
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
-        require_params(params, _CALLER)
-        check_own_state(state, StochasticRoundingState, _CALLER)
+        _arguments.require_params(params, _CALLER)
+        _arguments.check_own_state(state, StochasticRoundingState, _CALLER)
         leaves = Leaves.of(params, caller=_CALLER)
-        arguments = MatchedArguments.match(updates, params, leaves)
+        arguments = _arguments.MatchedArguments.match(updates, params, leaves)
         _warn_unless_narrow(leaves)
         wide = list(map(_widen, leaves.values))
 
         def step(state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-            keys = rounding_keys(len(wide), seed, state.step_count)
+            keys = _random_numbers.rounding_keys(len(wide), seed, state.step_count)
 
             def advance(i: int, change: Any) -> Any:
                 if not _is_narrow(leaves.values[i]):
@@ -156,25 +150,32 @@ def stochastic_rounding(
 
 
 # So that params of one shape and dtype are traced once.
-_round_jitted = jax.jit(round_stochastically, static_argnums=1)
+_round_jitted = jax.jit(_rounding.round_stochastically, static_argnums=1)
 
 
 def _is_narrow(param: Any) -> bool:
-    return is_floating(param) and bits(param.dtype) < 32
+    return _dtypes.is_floating(param) and bits(param.dtype) < 32
 
 
 def _warn_unless_narrow(params: Leaves) -> None:
     """Warn if no param is rounded: the state does not say which dtype they had."""
-    floating = [i for i, param in enumerate(params.values) if is_floating(param)]
+    floating = [
+        i for i, param in enumerate(params.values) if _dtypes.is_floating(param)
+    ]
     if floating and not any(map(_is_narrow, params.values)):
         i = floating[0]
         warn(
             "stochastic_rounding: there is nothing to round, because no param has 16 "
-            f"bits (param {spell(params.paths[i])} is {describe(params.values[i])}). "
-            "`optax.apply_updates` keeps them so, `equinox.apply_updates` does not."
+            f"bits (param {_tree.spell(params.paths[i])} is "
+            f"{_arrays.describe(params.values[i])}). `optax.apply_updates` keeps them "
+            "so, `equinox.apply_updates` does not."
         )
 
 
 def _widen(param: Any) -> Any:
     """Return what `inner` sees of a leaf: float32 or wider; nothing if it is hidden."""
-    return param.astype(jnp.float32) if _is_narrow(param) else as_inner_param(param)
+    return (
+        param.astype(jnp.float32)
+        if _is_narrow(param)
+        else _arguments.as_inner_param(param)
+    )

@@ -7,30 +7,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._arrays import (
-    HOST_KIND,
-    KNOWS_MEMORIES,
-    compiles,
-    has_tracers,
-    is_on_host,
-    is_traced,
-    kinds_of_memory,
-    reshard_like,
-    to_device,
-    to_host,
-    with_explicit_memory_kind,
-)
-from optax_mp._jax._contact import varying_axes
-from optax_mp._jax._jaxpr import TracedCall, is_dynamic
-from optax_mp._warnings import warn
-from optax_mp.trees._descriptions import place_like_params
-from optax_mp.trees._tree import copy_shared, describe, is_array, spell
-from optax_mp.wrappers._choose import select
-from optax_mp.wrappers._context import Choice, Transformation, context_of
-from optax_mp.wrappers._inner import as_transformation, update_inner
-from optax_mp.wrappers._mistakes import check_whole_number
+from optax_mp.core._warnings import warn
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.jax_api._contact import varying_axes
+from optax_mp.core.jax_api._jaxpr import TracedCall, is_dynamic
+from optax_mp.core.trees import _tree
+from optax_mp.core.trees._descriptions import place_like_params
+from optax_mp.core.wrappers import _protocol, _updates
+from optax_mp.core.wrappers._mistakes import check_whole_number
+from optax_mp.core.wrappers._protocol import as_transformation, update_inner
+from optax_mp.core.wrappers._updates import select
 
 _CALLER = "offload"
 
@@ -111,18 +100,19 @@ def offload(
         _check_memory_of(params)
 
         def init_on_host(params: optax.Params) -> Any:
-            return on_host(place_like_params(inner.init(params), params), min_size)
+            state = place_like_params(inner.init(params), params)
+            return _large_to_host(state, min_size)
 
         # One program of `jit` puts counts on the mesh of the params, where a step
         # returns them: it would be compiled once more for its second call.
         state = TracedCall.of(init_on_host, params).run()
         # `jit` does not copy arrays that it hands on as they are.
-        return copy_shared(jax.tree.map(with_explicit_memory_kind, state), params)
+        return _tree.copy_shared(jax.tree.map(with_explicit_memory_kind, state), params)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        if compiles() and not has_tracers((updates, state, params, extra_args)):
+        if _arrays.compiles() and not has_tracers((updates, state, params, extra_args)):
             warn(
                 "offload: expected `update` within `jax.jit`, got one outside, which "
                 "copies all of the state; use `jax.jit(step, donate_argnums=...)`."
@@ -134,21 +124,21 @@ def offload(
         args = updates, on_device, params
         updates, new = update_inner(inner, _CALLER, *args, **extra_args)
         if jax.tree.structure(new) == jax.tree.structure(state):
-            move_back = partial(_move_back, context_of(extra_args).proceed)
+            move_back = partial(_move_back, _protocol.context_of(extra_args).proceed)
             new = jax.tree.map(move_back, new, on_device, state)
-        return updates, on_host(new, min_size)
+        return updates, _large_to_host(new, min_size)
 
-    return Transformation.of(_CALLER, init_fn, update_fn)
+    return _protocol.Transformation.of(_CALLER, init_fn, update_fn)
 
 
 def _check_kind(memory_kind: Any) -> None:
     """Raise for an unsupported `memory_kind`."""
-    if memory_kind != HOST_KIND:
+    if memory_kind != _arrays.HOST_KIND:
         raise ValueError(
-            f"offload: expected `memory_kind` to be {HOST_KIND!r}, or None for no "
-            f"effect, got {memory_kind!r}."
+            f"offload: expected `memory_kind` to be {_arrays.HOST_KIND!r}, or None for "
+            f"no effect, got {memory_kind!r}."
         )
-    if not KNOWS_MEMORIES:
+    if not _arrays.KNOWS_MEMORIES:
         raise RuntimeError(
             f"offload: expected JAX 0.10 or later, got JAX {jax.__version__}; update "
             "JAX, or pass `memory_kind=None` for no effect."
@@ -158,26 +148,27 @@ def _check_kind(memory_kind: Any) -> None:
 def _check_memory_of(params: Any) -> None:
     """Raise if a param is on a device that has no memory of the host."""
     for path, leaf in tree_leaves_with_path(params):
-        if isinstance(leaf, jax.Array) and not is_traced(leaf):
+        if isinstance(leaf, jax.Array) and not _arrays.is_traced(leaf):
             device = min(leaf.devices(), key=lambda device: device.id)
-            if HOST_KIND not in (kinds := kinds_of_memory(device)):
+            if _arrays.HOST_KIND not in (kinds := kinds_of_memory(device)):
                 raise ValueError(
-                    f"offload: expected param {spell(path)} on a device with the "
-                    f"memory {HOST_KIND!r}, got {device} of the {device.platform!r} "
-                    f"backend with {kinds}; pass `memory_kind=None` for no effect."
+                    f"offload: expected param {_tree.spell(path)} on a device with the "
+                    f"memory {_arrays.HOST_KIND!r}, got {device} of the "
+                    f"{device.platform!r} backend with {kinds}; pass "
+                    "`memory_kind=None` for no effect."
                 )
 
 
 def _is_misplaced(x: Any, min_size: int) -> bool:
     """Return whether an array of a state belongs in host memory, and is not there."""
-    is_number = is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
-    return is_number and x.size >= min_size and not is_on_host(x)
+    is_number = _arrays.is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
+    return is_number and x.size >= min_size and not _arrays.is_on_host(x)
 
 
-def on_host(state: Any, min_size: int) -> Any:
+def _large_to_host(state: Any, min_size: int) -> Any:
     """Return a state with its large arrays in host memory."""
     return jax.tree.map(
-        lambda x: to_host(x) if _is_misplaced(x, min_size) else x, state
+        lambda x: _arrays.to_host(x) if _is_misplaced(x, min_size) else x, state
     )
 
 
@@ -188,16 +179,18 @@ def _to_device(state: Any, updates: Any) -> Any:
     the activations: for 8 layers of 4096 x 4096 on a TPU v5e, 3.3 GiB in place of 2.5.
     """
     leaves, treedef = jax.tree.flatten(state)
-    places = [i for i, x in enumerate(leaves) if is_on_host(x)]
+    places = [i for i, x in enumerate(leaves) if _arrays.is_on_host(x)]
     grads = list(filter(is_dynamic, jax.tree.leaves(updates)))
     held = [leaves[i] for i in places]
     _, held = lax.optimization_barrier((grads, held))
     for i, x in zip(places, held, strict=True):
-        leaves[i] = _copied_codes(x) if x.dtype.itemsize == 1 else to_device(x)
+        leaves[i] = (
+            _codes_to_device(x) if x.dtype.itemsize == 1 else _arrays.to_device(x)
+        )
     return treedef.unflatten(leaves)
 
 
-def _copied_codes(x: jax.Array) -> jax.Array:
+def _codes_to_device(x: jax.Array) -> jax.Array:
     """Return an array of 8-bit numbers in the memory of its device.
 
     XLA for TPUs stores them there in other tiles than on the host, and fails to compile
@@ -206,20 +199,20 @@ def _copied_codes(x: jax.Array) -> jax.Array:
     """
 
     def in_a_loop(x: jax.Array) -> jax.Array:
-        start = reshard_like(jnp.zeros(x.shape, x.dtype), x)
+        start = _arrays.reshard_like(jnp.zeros(x.shape, x.dtype), x)
         if axes := varying_axes(x):
             start = lax.pcast(start, tuple(axes), to="varying")
         rounds = lax.optimization_barrier(jnp.int32(1))
 
         def body(k: Any, _: jax.Array) -> jax.Array:
-            return to_device(lax.optimization_barrier((k, x))[1])
+            return _arrays.to_device(lax.optimization_barrier((k, x))[1])
 
         return lax.fori_loop(jnp.int32(0), rounds, body, start)
 
-    return lax.platform_dependent(x, tpu=in_a_loop, default=to_device)
+    return lax.platform_dependent(x, tpu=in_a_loop, default=_arrays.to_device)
 
 
-def _move_back(proceed: Choice, new: Any, before: Any, old: Any) -> Any:
+def _move_back(proceed: _updates.Choice, new: Any, before: Any, old: Any) -> Any:
     """Return a leaf of the new state, in host memory if the old one was there.
 
     Args:
@@ -229,11 +222,11 @@ def _move_back(proceed: Choice, new: Any, before: Any, old: Any) -> Any:
         before: the leaf that the step was given, on the device.
         old: the same in the memory that it was in.
     """
-    if not is_on_host(old):
+    if not _arrays.is_on_host(old):
         return new
     if new is before:
         return old
-    return to_host(new if proceed is True else select(proceed, new, before))
+    return _arrays.to_host(new if proceed is True else select(proceed, new, before))
 
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:
@@ -241,10 +234,36 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
     for path, leaf in tree_leaves_with_path(state):
         if _is_misplaced(leaf, min_size):
             warn(
-                f"offload: expected {spell(path)} of the state in host memory, got "
-                f"{describe(leaf)} in device memory, so this step moves it; restore "
-                "checkpoints into `tx.init(params)`, give shardings and descriptions "
+                f"offload: expected {_tree.spell(path)} of the state in host memory, "
+                f"got {_arrays.describe(leaf)} in device memory, so this step moves "
+                "it; restore checkpoints into `tx.init(params)`, give shardings and "
+                "descriptions "
                 '`memory_kind="pinned_host"`, move what a loop or a branch carries '
                 "before it, with `jax.device_put`, and put no `offload` into another."
             )
             return
+
+
+def has_tracers(tree: Any) -> bool:
+    """Return whether any leaf of a pytree is a tracer."""
+    return any(map(_arrays.is_traced, jax.tree.leaves(tree)))
+
+
+def kinds_of_memory(device: Any) -> list[str]:
+    """Return the kinds of memory that a device can address."""
+    return sorted(memory.kind for memory in device.addressable_memories())
+
+
+def with_explicit_memory_kind(x: jax.Array) -> jax.Array:
+    """Return an array with a sharding that shows its memory in descriptions of it.
+
+    With a `SingleDeviceSharding`, the type of a `ShapeDtypeStruct`, or of an array that
+    Orbax restores, does not show it.
+    """
+    if _arrays.is_traced(x) or not _arrays.is_on_host(x):
+        return x
+    if not isinstance(x.sharding, SingleDeviceSharding):
+        return x
+    mesh = Mesh(list(x.devices()), ("device",))
+    sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=_arrays.HOST_KIND)
+    return jax.device_put(x, sharding)

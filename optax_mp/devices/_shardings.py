@@ -1,35 +1,25 @@
 """How optimizer states are sharded, and how `zero1` cuts an array over mesh axes."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_mp._jax._arrays import (
-    HOST_KIND,
-    MeshAxes,
-    axis_names,
-    is_on_host,
-    is_traced,
-    mesh_in_type,
-    shard_count,
-    spec_in_type,
-)
-from optax_mp.trees._descriptions import describe_state, fill_spec
-from optax_mp.trees._states import find_owners
-from optax_mp.trees._tree import PyTree, describe, is_array, spell, spread_prefix
-from optax_mp.wrappers._inner import as_transformation
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.trees import _tree
+from optax_mp.core.trees._descriptions import describe_state, fill_spec
+from optax_mp.core.wrappers._protocol import as_transformation
 
 _CALLER = "state_shardings"
 
 
 def state_shardings(
-    tx: optax.GradientTransformation, params: optax.Params, shardings: PyTree = None
-) -> PyTree:
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    shardings: _tree.PyTree = None,
+) -> _tree.PyTree:
     """Return how the state of `tx` should be sharded, by how the params are.
 
     Each array is sharded as its param is. So an update needs no communication, except
@@ -74,17 +64,18 @@ def state_shardings(
     tx = as_transformation(tx, _CALLER, "tx")
     if shardings is None:
         shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
-    spread = iter(spread_prefix(params, shardings, f"{_CALLER}: `shardings`"))
+    spread = iter(_tree.spread_prefix(params, shardings, f"{_CALLER}: `shardings`"))
 
     def describe_param(path: Any, param: Any) -> Any:
         sharding = next(spread)
-        if not is_array(param):
+        if not _arrays.is_array(param):
             return param
         if not isinstance(sharding, NamedSharding):
             raise TypeError(
-                f"{_CALLER}: expected the sharding of param {spell(path)}, which is "
-                f"{describe(param)}, to be a NamedSharding, got {sharding!r}; pass "
-                "`shardings`, such as `NamedSharding(mesh, PartitionSpec())`."
+                f"{_CALLER}: expected the sharding of param {_tree.spell(path)}, which "
+                f"is {_arrays.describe(param)}, to be a NamedSharding, got "
+                f"{sharding!r}; pass `shardings`, such as `NamedSharding(mesh, "
+                "PartitionSpec())`."
             )
         return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)
 
@@ -92,25 +83,7 @@ def state_shardings(
     return jax.tree.map(lambda x: x.sharding, describe_state(tx.init, described))
 
 
-def like_params(
-    state: PyTree, params: PyTree, shardings: Sequence[NamedSharding]
-) -> list[NamedSharding | None]:
-    """Return the sharding of its param for each array of a state with its shape.
-
-    Args:
-        state: the state.
-        params: the params.
-        shardings: of the leaves of the params.
-    """
-    shapes = list(map(jnp.shape, jax.tree.leaves(params)))
-    both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
-    return [
-        None if i is None or jnp.shape(x) != shapes[i] else shardings[i]
-        for x, i in both
-    ]
-
-
-class Cut(NamedTuple):
+class ArrayCut(NamedTuple):
     """How an array is sharded before it is cut, and after.
 
     Attributes:
@@ -124,8 +97,8 @@ class Cut(NamedTuple):
 
 
 def choose_cut(
-    mesh: Mesh, axes: MeshAxes, shape: tuple[int, ...], spec: PartitionSpec
-) -> Cut | None:
+    mesh: Mesh, axes: _arrays.MeshAxes, shape: tuple[int, ...], spec: PartitionSpec
+) -> ArrayCut | None:
     """Return the cut over each mesh axis, along the first dimension that it divides.
 
     Args:
@@ -138,7 +111,7 @@ def choose_cut(
         The cut; None if no dimension divides, or if the array is sharded over one of
         `axes` already.
     """
-    whole: list[Any] = [axis_names(spec, dim) for dim in range(len(shape))]
+    whole: list[Any] = [_arrays.axis_names(spec, dim) for dim in range(len(shape))]
     # Sharded over data parallelism already (FSDP): there is nothing left to save.
     if any(name in names for names in whole for name in axes):
         return None
@@ -146,7 +119,7 @@ def choose_cut(
     for name in axes:
         # The first dimension that divides, because its parts are contiguous.
         for dim, size in enumerate(shape):
-            if size and size % shard_count(mesh, (*part[dim], name)) == 0:
+            if size and size % _arrays.shard_count(mesh, (*part[dim], name)) == 0:
                 part[dim] = (*part[dim], name)
                 break
     if part == whole:
@@ -156,7 +129,7 @@ def choose_cut(
         # XLA knows how.
         if part[dim] == whole[dim]:
             whole[dim] = part[dim] = PartitionSpec.UNCONSTRAINED
-    return Cut(PartitionSpec(*(x or None for x in whole)), PartitionSpec(*part))
+    return ArrayCut(PartitionSpec(*(x or None for x in whole)), PartitionSpec(*part))
 
 
 def shard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
@@ -164,7 +137,7 @@ def shard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     if mesh.explicit_axes:
         spec = fill_spec(spec, jax.typeof(x).sharding.spec)
     # An array that `offload` keeps in host memory stays there.
-    kind = {"memory_kind": HOST_KIND} if is_on_host(x) else {}
+    kind = {"memory_kind": _arrays.HOST_KIND} if _arrays.is_on_host(x) else {}
     sharding = NamedSharding(mesh, spec, **kind)
     if mesh.explicit_axes:
         return jax.sharding.reshard(x, sharding)
@@ -174,6 +147,10 @@ def shard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
 def known_spec(param: jax.Array) -> PartitionSpec | None:
     """Return how a param is sharded, if the array or its type says it."""
     # A traced array has a spec only with explicit sharding.
-    if not is_traced(param):
+    if not _arrays.is_traced(param):
         return getattr(getattr(param, "sharding", None), "spec", None)
-    return spec_in_type(param) if mesh_in_type(param).explicit_axes else None
+    return (
+        _arrays.spec_in_type(param)
+        if _arrays.mesh_in_type(param).explicit_axes
+        else None
+    )

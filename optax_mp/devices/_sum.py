@@ -9,21 +9,23 @@ from jax import lax
 from jax.tree_util import tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import bits, floating_dtype
-from optax_mp._jax._arrays import gather_equal
-from optax_mp._jax._contact import varying_axes
-from optax_mp.trees._tree import PyTree, describe, is_floating, spell
+from optax_mp.core import _dtypes
+from optax_mp.core._dtypes import bits, floating_dtype
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.jax_api._contact import varying_axes
+from optax_mp.core.trees import _tree
+from optax_mp.core.wrappers._mistakes import refuse_overwritten
 
 _CALLER = "sum_gradients"
 
 
 def sum_gradients(
-    grads: PyTree,
+    grads: _tree.PyTree,
     axis_name: Any,
     *,
     exchange_dtype: DTypeLike = jnp.bfloat16,
     scatter: bool = False,
-) -> PyTree:
+) -> _tree.PyTree:
     """Sum gradients over mapped axes: sent in 16 bits, added in float32.
 
     `lax.psum` of bfloat16 gradients adds in bfloat16, so that its error grows with the
@@ -68,6 +70,7 @@ def sum_gradients(
         ((8,), 'bfloat16', True)
     """
     dtype = check_exchange_dtype(exchange_dtype, _CALLER)
+    refuse_overwritten(grads, _CALLER)
     for_one = functools.partial(_sum_leaf, axis_name, dtype, scatter)
     return tree_map_with_path(for_one, grads)
 
@@ -108,17 +111,18 @@ def _sum_leaf(
     axis_name: Any, dtype: jnp.dtype, scatter: bool, path: Any, x: jax.Array
 ) -> jax.Array:
     """Return the sum of one leaf, or raise if it cannot be summed, or is already."""
-    if not is_floating(x):
+    if not _dtypes.is_floating(x):
         raise ValueError(
-            f"{_CALLER}: expected leaf {spell(path)} to be a floating array, got "
-            f"{describe(x)}; sum other leaves by `jax.lax.psum`."
+            f"{_CALLER}: expected leaf {_tree.spell(path)} to be a floating array, got "
+            f"{_arrays.describe(x)}; sum other leaves by `jax.lax.psum`."
         )
     # Without `check_vma` no type says anything.
     if missing := varying_axes(lax.axis_index(axis_name)) - varying_axes(x):
         raise ValueError(
-            f"{_CALLER}: expected leaf {spell(path)} to be of each device's own loss, "
-            f"got {describe(x)} that is equal on all devices of {sorted(missing)}; "
-            "differentiate with respect to `jax.lax.pcast(params, axis_name, "
+            f"{_CALLER}: expected leaf {_tree.spell(path)} to be of each device's own "
+            f"loss, got {_arrays.describe(x)} that is equal on all devices of "
+            f"{sorted(missing)}; differentiate with respect to `jax.lax.pcast(params, "
+            "axis_name, "
             'to="varying")` (`jax.lax.pvary` in JAX 0.8), or pass `check_vma=False`.'
         )
     count = lax.axis_size(axis_name)
@@ -146,3 +150,13 @@ def _gather(axis_name: Any, dtype: DTypeLike, dim: int, part: jax.Array) -> jax.
     """Return the whole array, in a dtype, of the part of each device."""
     whole = gather_equal(as_pattern(part, dtype), axis_name, dim)
     return lax.bitcast_convert_type(whole, dtype)
+
+
+def gather_equal(x: jax.Array, axis_name: Any, axis: int) -> jax.Array:
+    """Gather along an axis; the type says that the result is equal on all ranks."""
+    if not _arrays.varying_axes(x):  # of pmap, vmap and shard_map without checks
+        return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+    gather = getattr(lax, "all_gather_invariant", None)  # JAX 0.8
+    if gather is not None:
+        return gather(x, axis_name, axis=axis, tiled=True)
+    return lax.all_gather(x, axis_name, axis=axis, tiled=True, to="invarying")

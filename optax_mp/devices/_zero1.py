@@ -12,18 +12,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import MeshAxes, axis_names, shard_count
-from optax_mp._jax._jaxpr import TracedCall, is_dynamic
-from optax_mp._warnings import warn
-from optax_mp.devices._shardings import Cut, choose_cut, known_spec, like_params, shard
-from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
-from optax_mp.trees._descriptions import fill_spec, place_like_params
-from optax_mp.trees._leaves import Leaves, is_absent
-from optax_mp.trees._states import find_owners
-from optax_mp.trees._tree import describe, ends_in, is_floating, spell, spread_prefix
-from optax_mp.wrappers._context import Transformation
-from optax_mp.wrappers._inner import as_transformation, require_params, update_inner
+from optax_mp.core import _dtypes
+from optax_mp.core._dtypes import bits
+from optax_mp.core._warnings import warn
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.jax_api._jaxpr import TracedCall, is_dynamic
+from optax_mp.core.trees import _tree
+from optax_mp.core.trees._descriptions import fill_spec, place_like_params
+from optax_mp.core.trees._leaves import Leaves, is_absent
+from optax_mp.core.trees._states import find_owners
+from optax_mp.core.wrappers import _protocol
+from optax_mp.core.wrappers._arguments import require_params
+from optax_mp.devices import _shardings, _sum
 
 
 def zero1(
@@ -109,11 +109,11 @@ def zero1(
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
         Parameter Models, 2020, https://arxiv.org/abs/1910.02054
     """
-    inner = as_transformation(inner, "zero1")
+    inner = _protocol.as_transformation(inner, "zero1")
     axes = _check_axes(mesh, axis)
     dtype = None
     if exchange_dtype is not None:
-        dtype = check_exchange_dtype(exchange_dtype, "zero1")
+        dtype = _sum.check_exchange_dtype(exchange_dtype, "zero1")
 
     def init_fn(params: optax.Params) -> optax.OptState:
         cuts = _Cuts(params, mesh, axes, param_specs)
@@ -128,17 +128,17 @@ def zero1(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         cuts = _Cuts(require_params(params, "zero1"), mesh, axes, param_specs)
-        _warn_if_elsewhere(state, like_params(state, params, cuts.shardings))
+        _warn_if_elsewhere(state, cuts.shardings_of(state))
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:
             extra_args = {**extra_args, "grad": cuts.cut(extra_args["grad"])}
         parts = cuts.cut(params)
         args = cuts.cut(updates), cuts.cut(state), parts
-        changes, state = update_inner(inner, "zero1", *args, **extra_args)
+        changes, state = _protocol.update_inner(inner, "zero1", *args, **extra_args)
         return cuts.gather_updates(parts, changes), cuts.cut(state)
 
-    return Transformation.of("zero1", init_fn, update_fn)
+    return _protocol.Transformation.of("zero1", init_fn, update_fn)
 
 
 class _Cuts:
@@ -152,77 +152,86 @@ class _Cuts:
         by_param: the cut of each param that is cut, by its index.
     """
 
-    def __init__(self, params: Any, mesh: Mesh, axes: MeshAxes, specs: Any) -> None:
+    def __init__(
+        self, params: Any, mesh: Mesh, axes: _arrays.MeshAxes, specs: Any
+    ) -> None:
         self.mesh, self.axes = mesh, axes
         self.leaves = leaves = Leaves.of(params, caller="zero1")
         self.specs = _specs_of(params, specs)
-        self.by_param: dict[int, Cut] = {}
+        self.by_param: dict[int, _shardings.ArrayCut] = {}
         for i, param in enumerate(leaves.values):
-            spec, where = self.specs[i], spell(leaves.paths[i])
-            if not (is_dynamic(param) and is_floating(param)):
+            if not (is_dynamic(param) and _dtypes.is_floating(param)):
                 continue
-            names = {name for dim in range(len(spec)) for name in axis_names(spec, dim)}
-            if len(spec) > param.ndim or not names <= set(mesh.axis_names):
-                raise ValueError(
-                    "zero1: expected at most one entry per dimension in `param_specs`, "
-                    f"with names of mesh axes, got {spec} for param {where}, which is "
-                    f"{describe(param)}; the mesh has {dict(mesh.shape)}."
-                )
-            known = known_spec(param)
+            spec, where = self.specs[i], _tree.spell(leaves.paths[i])
+            _check_spec(spec, mesh, param, where)
+            known = _shardings.known_spec(param)
             if known is not None and mesh.explicit_axes:
                 spec = self.specs[i] = known
-            if cut := choose_cut(mesh, axes, param.shape, spec):
+            if cut := _shardings.choose_cut(mesh, axes, param.shape, spec):
                 self.by_param[i] = cut
             # Under jit with automatic sharding only `spec` is known.
-            if known is not None and cut != choose_cut(mesh, axes, param.shape, known):
+            if known is not None and cut != _shardings.choose_cut(
+                mesh, axes, param.shape, known
+            ):
                 raise ValueError(
-                    f"zero1: param {where}, which is {describe(param)}, is sharded as "
-                    f"{known}, but `param_specs` says {spec}, so that `update` under "
-                    "jit would move it. Pass "
+                    f"zero1: param {where}, which is {_arrays.describe(param)}, is "
+                    f"sharded as {known}, but `param_specs` says {spec}, so that "
+                    "`update` under jit would move it. Pass "
                     "`param_specs=jax.tree.map(lambda p: p.sharding, params)`."
                 )
 
-    @property
-    def shardings(self) -> list[NamedSharding]:
-        """The shardings of the params once they are cut."""
+    def shardings_of(self, state: Any) -> list[NamedSharding | None]:
+        """Return how arrays of a state with their param's shape are cut, else None."""
         specs = list(self.specs)
         for i, cut in self.by_param.items():
             specs[i] = fill_spec(cut.part, specs[i])
-        return [NamedSharding(self.mesh, spec) for spec in specs]
+        params = self.leaves.values
+        owners = self._owners(state)
+        return [
+            None
+            if i is None or jnp.shape(x) != jnp.shape(params[i])
+            else NamedSharding(self.mesh, specs[i])
+            for x, i in zip(jax.tree.leaves(state), owners, strict=True)
+        ]
 
     def cut(self, tree: Any) -> Any:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
         values, treedef = jax.tree.flatten(tree)
-        found = find_owners(tree, self.leaves.unflatten(self.leaves.values))
-        for i, owner in enumerate(found):
+        for i, owner in enumerate(self._owners(tree)):
             part = self._part_of(values[i], owner)
             if part is not None:
-                values[i] = shard(values[i], self.mesh, part)
+                values[i] = _shardings.shard(values[i], self.mesh, part)
         return treedef.unflatten(values)
 
     def sum(self, grads: Any, dtype: jnp.dtype) -> Any:
         """Return the sum of the gradients of each device, cut as the params are."""
         values = self.leaves.match(grads, "the gradients")
-        count = shard_count(self.mesh, self.axes)
+        count = _arrays.shard_count(self.mesh, self.axes)
         for i, grad in enumerate(values):
             param = self.leaves.values[i]
-            if is_absent(grad) or not is_floating(param):
+            if is_absent(grad) or not _dtypes.is_floating(param):
                 continue
             if jnp.shape(grad) != (count, *param.shape):
                 raise ValueError(
-                    f"zero1: expected the gradient at {spell(self.leaves.paths[i])} to "
-                    f"have a leading axis of {count} devices before {param.shape}, got "
-                    f"{describe(grad)}; take gradients by `jax.vmap` over the parts of "
-                    "the batch, or leave out `exchange_dtype` if they are summed."
+                    "zero1: expected the gradient at "
+                    f"{_tree.spell(self.leaves.paths[i])} to have a leading axis of "
+                    f"{count} devices before {param.shape}, got "
+                    f"{_arrays.describe(grad)}; take gradients by `jax.vmap` over the "
+                    "parts of the batch, or leave out `exchange_dtype` if they are "
+                    "summed."
                 )
             whole, part = self.by_param.get(i, (PartitionSpec(), self.specs[i]))
-            patterns = as_pattern(grad, dtype)
+            patterns = _sum.as_pattern(grad, dtype)
             # Each device holds a whole gradient, and then a part of all of them: XLA
             # makes an all-to-all of that.
             for spec in ((self.axes, *whole), (None, *part)):
-                patterns = shard(patterns, self.mesh, PartitionSpec(*spec))
-            values[i] = sum_patterns(patterns, dtype)
+                patterns = _shardings.shard(patterns, self.mesh, PartitionSpec(*spec))
+            values[i] = _sum.sum_patterns(patterns, dtype)
         return self.leaves.unflatten(values)
+
+    def _owners(self, tree: Any) -> list[int | None]:
+        """Return the index of the param that each array of a tree belongs to."""
+        return find_owners(tree, self.leaves.unflatten(self.leaves.values))
 
     def _part_of(self, x: Any, owner: int | None) -> PartitionSpec | None:
         """Return how an array is cut that belongs to a param, or to none."""
@@ -230,7 +239,7 @@ class _Cuts:
             return None
         if owner is not None:
             param, cut = self.leaves.values[owner], self.by_param[owner]
-            if ends_in(x, param.shape):
+            if _tree.ends_in(x, param.shape):
                 # The param's own shape, or a stack of such arrays, as L-BFGS keeps.
                 front = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - param.ndim)
                 return PartitionSpec(*front, *cut.part)
@@ -238,13 +247,14 @@ class _Cuts:
                 # Scales, for example, are cut as the param is, or not at all:
                 # with another cut each step would gather them.
                 fits = all(
-                    n % shard_count(self.mesh, axis_names(cut.part, i)) == 0
+                    n % _arrays.shard_count(self.mesh, _arrays.axis_names(cut.part, i))
+                    == 0
                     for i, n in enumerate(x.shape)
                 )
                 return cut.part if fits else PartitionSpec()
-        if not is_floating(x):
+        if not _dtypes.is_floating(x):
             return None  # such as a random key
-        cut = choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
+        cut = _shardings.choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
         return cut.part if cut else None
 
     def gather_updates(self, params: Any, changes: optax.Updates) -> optax.Updates:
@@ -252,7 +262,7 @@ class _Cuts:
         parts = self.leaves.match(params, "`params`")
         updates = self.leaves.match(changes, "the updates of `inner`")
         for i, cut in self.by_param.items():
-            if is_floating(updates[i]):
+            if _dtypes.is_floating(updates[i]):
                 args = self.leaves.values[i], parts[i], updates[i]
                 updates[i] = _whole_update(partial(_gather, self.mesh, cut), *args)
         return self.leaves.unflatten(updates)
@@ -266,7 +276,7 @@ def _specs_of(params: Any, param_specs: Any) -> list[PartitionSpec]:
         param_specs: a tree of specs or shardings like the params, or a prefix of one.
     """
     specs = []
-    for spec in spread_prefix(params, param_specs, "zero1: `param_specs`"):
+    for spec in _tree.spread_prefix(params, param_specs, "zero1: `param_specs`"):
         if not isinstance(spec, PartitionSpec | Sharding | None):
             raise TypeError(
                 "zero1: expected `param_specs` to hold PartitionSpecs or shardings, "
@@ -278,33 +288,48 @@ def _specs_of(params: Any, param_specs: Any) -> list[PartitionSpec]:
     return specs
 
 
+def _check_spec(spec: PartitionSpec, mesh: Mesh, param: Any, where: str) -> None:
+    """Raise unless a spec fits the axes of the mesh and the rank of the param."""
+    names = {name for dim in range(len(spec)) for name in _arrays.axis_names(spec, dim)}
+    if len(spec) > param.ndim or not names <= set(mesh.axis_names):
+        raise ValueError(
+            "zero1: expected at most one entry per dimension in `param_specs`, with "
+            f"names of mesh axes, got {spec} for param {where}, which is "
+            f"{_arrays.describe(param)}; the mesh has {dict(mesh.shape)}."
+        )
+
+
 def _warn_if_elsewhere(state: Any, shardings: Sequence[NamedSharding | None]) -> None:
     """Warn if a state is not cut as its params are, as far as arrays or types say."""
     leaves = tree_leaves_with_path(state)
     for (path, leaf), wanted in zip(leaves, shardings, strict=True):
-        spec = known_spec(leaf) if wanted else None
+        spec = _shardings.known_spec(leaf) if wanted else None
         if wanted and spec is not None and not _cuts_alike(spec, wanted, leaf.ndim):
             warn(
-                f"zero1: expected {spell(path)} of the state to be sharded as "
-                f"{wanted.spec}, got {describe(leaf)} as {spec}; this step moves it. "
-                "Restore checkpoints into `tx.init(params)`, and pass "
+                f"zero1: expected {_tree.spell(path)} of the state to be sharded as "
+                f"{wanted.spec}, got {_arrays.describe(leaf)} as {spec}; this step "
+                "moves it. Restore checkpoints into `tx.init(params)`, and pass "
                 "`out_shardings=optax_mp.state_shardings(tx, params)` for the state."
             )
             return
 
 
-def _cuts_alike(spec: PartitionSpec, other: NamedSharding, rank: int) -> bool:
+def _cuts_alike(spec: PartitionSpec, wanted: NamedSharding, rank: int) -> bool:
+    """Return whether a spec cuts an array of this rank as a sharding does."""
     # An axis of one device cuts nothing. The spec may name axes of another mesh.
-    sizes = other.mesh.shape
-    names = ([axis_names(x, i) for i in range(rank)] for x in (spec, other.spec))
-    cuts = ([[x for x in y if sizes.get(x) != 1] for y in each] for each in names)
-    return next(cuts) == next(cuts)
+    sizes = wanted.mesh.shape
+
+    def cuts(spec: PartitionSpec) -> list[list[str]]:
+        names = (_arrays.axis_names(spec, dim) for dim in range(rank))
+        return [[name for name in each if sizes.get(name) != 1] for each in names]
+
+    return cuts(spec) == cuts(wanted.spec)
 
 
-def _gather(mesh: Mesh, cut: Cut, x: jax.Array) -> jax.Array:
+def _gather(mesh: Mesh, cut: _shardings.ArrayCut, x: jax.Array) -> jax.Array:
     """Return a whole array from its parts."""
-    pattern = shard(as_pattern(x, x.dtype), mesh, cut.part)
-    return lax.bitcast_convert_type(shard(pattern, mesh, cut.whole), x.dtype)
+    pattern = _shardings.shard(_sum.as_pattern(x, x.dtype), mesh, cut.part)
+    return lax.bitcast_convert_type(_shardings.shard(pattern, mesh, cut.whole), x.dtype)
 
 
 def _whole_update(gather: Any, param: jax.Array, part: Any, change: Any) -> Any:
@@ -317,11 +342,13 @@ def _whole_update(gather: Any, param: jax.Array, part: Any, change: Any) -> Any:
     new = gather((part.astype(change.dtype) + change).astype(param.dtype))
     difference = new.astype(change.dtype) - param.astype(change.dtype)
     # An update of -0.0 leaves every param unchanged, also -0.0 and an infinity.
-    is_unchanged = as_pattern(new, new.dtype) == as_pattern(param, param.dtype)
+    is_unchanged = _sum.as_pattern(new, new.dtype) == _sum.as_pattern(
+        param, param.dtype
+    )
     return jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference)
 
 
-def _check_axes(mesh: Any, axis: Any) -> MeshAxes:
+def _check_axes(mesh: Any, axis: Any) -> _arrays.MeshAxes:
     """Return the names of the axes, or raise if the mesh does not have them."""
     sizes = dict(mesh.shape) if isinstance(mesh, Mesh | AbstractMesh) else {}
     axes = (axis,) if isinstance(axis, str) else axis

@@ -9,17 +9,19 @@ import numpy as np
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import is_host_type, to_device_tree
-from optax_mp._jax._dataflow import Origin, derivative_calls, origins
-from optax_mp._warnings import count_event, warn
-from optax_mp.release._layers import is_released
+from optax_mp.core._dtypes import bits
+from optax_mp.core._warnings import warn
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.jax_api._arrays import is_host_type, to_device_tree
+from optax_mp.core.scaling._state import LossScaleState
+from optax_mp.core.trees import _tree
+from optax_mp.core.trees._boxes import plain
+from optax_mp.core.trees._states import find_states
+from optax_mp.core.wrappers._mistakes import check_state_first
+from optax_mp.jaxprs._dependence import Origin, origins
+from optax_mp.release._layers import Stack, is_released
 from optax_mp.release._scan import layer_at
-from optax_mp.scaling._state import LossScaleState
-from optax_mp.trees._boxes import plain
-from optax_mp.trees._states import find_states
-from optax_mp.trees._tree import describe, in_float32, is_array, only_inexact, spell
-from optax_mp.wrappers._mistakes import check_state_first
+from optax_mp.release._uses import derivative_calls
 
 CALLER = "release_gradients"
 
@@ -36,7 +38,6 @@ def common_scale(opt_states: list[Any]) -> jax.Array | None:
             "around that of `rest`, or around none, because a loss has one scale, got "
             f"{len(scales)} in {len(found)} optimizers."
         )
-    count_event("takes scaled gradients")
     # All layers skip the same steps, so their scales are equal.
     return scales[0][0]
 
@@ -53,8 +54,8 @@ def check_skips(skipping: list[bool]) -> bool:
     return any(skipping)
 
 
-def _check_layers(layers: Any, is_scaled: bool) -> None:
-    """Raise unless all arrays have the same leading axis."""
+def _check_layers(layers: Any, is_scaled: bool) -> int:
+    """Return how many layers there are, or raise unless they are stacked arrays."""
     leaves = tree_leaves_with_path(layers)
     count = next((x.shape[0] for _, x in leaves if getattr(x, "ndim", 0)), None)
     if not count:
@@ -63,31 +64,29 @@ def _check_layers(layers: Any, is_scaled: bool) -> None:
             f"{'no arrays' if count is None else 'leading axes of 0'}; train a model "
             "without layers by a separate step."
         )
+    _check_stacked(layers, "`layers`", count, "pass all else in `rest`")
     for path, x in leaves:
-        where = f"`layers` at {spell(path)}"
-        if not is_array(x) or x.shape[:1] != (count,):
-            raise ValueError(
-                f"{CALLER}: expected {where} to be the stacked arrays of {count} "
-                f"layers, got {describe(x)}; pass all else in `rest`."
-            )
+        where = f"`layers` at {_tree.spell(path)}"
         if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and bits(x.dtype) < 8:  # noqa: PLR2004
             raise ValueError(
-                f"{CALLER}: expected {where} in 8 bits or more, got {describe(x)}; pass"
-                " it beside the layers, `scan_layers(block, carry, (layers, x))`."
+                f"{CALLER}: expected {where} in 8 bits or more, got "
+                f"{_arrays.describe(x)}; pass it beside the layers, "
+                "`scan_layers(block, carry, (layers, x))`."
             )
         if x.dtype == np.float16 and not is_scaled:
             warn(
-                f"{CALLER}: {where} is {describe(x)}. In float16, gradients below 6e-8 "
-                "become 0; put `optax_mp.dynamic_loss_scale` around the optimizers, or "
-                "use bfloat16."
+                f"{CALLER}: {where} is {_arrays.describe(x)}. In float16, gradients "
+                "below 6e-8 become 0; put `optax_mp.dynamic_loss_scale` around the "
+                "optimizers, or use bfloat16."
             )
+    return count
 
 
-def check_stack(stack: Any, *, is_scaled: bool, by_layer: bool) -> bool:
+def check_stack(stack: Stack, *, is_scaled: bool, by_layer: bool) -> bool:
     """Raise unless an optimizer steps a layer by only this layer's gradient.
 
     Args:
-        stack: optimizer, state, layers and shardings.
+        stack: the layers and their optimizer.
         is_scaled: whether the loss is scaled.
         by_layer: whether the optimizer may need all gradients of a layer.
 
@@ -95,67 +94,70 @@ def check_stack(stack: Any, *, is_scaled: bool, by_layer: bool) -> bool:
         Whether it skips steps whose gradients are not finite.
     """
     tx, opt_state, layers, _ = stack
-    _check_layers(layers, is_scaled)
+    count = _check_layers(layers, is_scaled)
     call = "release_gradients(loss, tx)(opt_state, layers, rest, ...)"
     check_state_first(opt_state, layers, CALLER, call)
-    init, wanted = jax.make_jaxpr(jax.vmap(tx.init), return_shape=True)(layers)
+    # With fewer parts than layers, several would share the last: indices are clamped.
+    _check_stacked(opt_state, "`opt_state`", count, "pass `jax.vmap(tx.init)(layers)`")
+    init, state = jax.make_jaxpr(jax.vmap(tx.init), return_shape=True)(layers)
     if any(map(is_host_type, init.out_avals)):
         raise ValueError(
             f"{CALLER}: expected `tx` without `offload`, got one with it; pass a state "
             "in host memory, as `jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
         )
-    if find_states(wanted, optax.MultiStepsState):
+    if find_states(state, optax.MultiStepsState):
         raise ValueError(
             f"{CALLER}: expected `tx` to need the gradients of one layer at a time, "
             "got `optax.MultiSteps`, which keeps all gradients; use a larger batch, "
             "with `jax.checkpoint` in the block, or take a separate step."
         )
-    _check_state(wanted, opt_state, "`opt_state`")
-
-    def update_layer(opt_state: Any, layers: Any) -> Any:
-        state, weights = layer_at((opt_state, layers), 0)
-        grads = in_float32(only_inexact(weights))
-        return tx.update(grads, to_device_tree(state), weights)
-
-    try:
-        made = jax.make_jaxpr(update_layer, return_shape=True)(opt_state, layers)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{CALLER}: expected a `tx` that needs only gradients and params of a "
-            "layer, got one whose `tx.update(grads, opt_state, params)` fails for one "
-            f"layer; take a separate step. It raised {type(error).__name__}: {error}"
-        ) from error
-    update, (_, after) = made
-    before = jax.eval_shape(lambda: layer_at(opt_state, 0))
-    _check_state(before, after, "what `tx.update` returns")
-    skipping = LossScaleState, optax.ApplyIfFiniteState
-    groups = find_states(wanted, optax.MaskedState)
-    if any(find_states(group, skipping) for _, group in groups):
-        raise ValueError(
-            f"{CALLER}: expected `tx` to skip steps of all params or of none, got a "
-            "loss scale or `optax.apply_if_finite` around a part of them; put it "
-            "around `optax.partition`."
-        )
-    skips = bool(find_states(wanted, skipping))
+    update = _trace_update(stack)
+    skips = _skips_steps(state)
     if not by_layer:
         # Whether gradients are finite is known of all layers before the first step.
         _check_leafwise(init, update, layers, {"is_finite"} if skips else ())
     return skips
 
 
-def _check_state(wanted: Any, given: Any, name: str) -> None:
-    """Raise unless a state has arrays of the wanted shapes and dtypes."""
-    leaves, others = map(tree_leaves_with_path, (wanted, given))
-    facts = [("its number of arrays", str(len(leaves)), str(len(others)))]
-    for (path, want), (_, x) in zip(leaves, others, strict=False):
-        facts.append((spell(path), describe(want), describe(x)))
-    for what, want, got in facts:
-        if got != want:
+def _check_stacked(tree: Any, name: str, count: int, remedy: str) -> None:
+    """Raise unless each array of a tree has a part for each layer."""
+    for path, x in tree_leaves_with_path(tree):
+        if not _arrays.is_array(x) or x.shape[:1] != (count,):
             raise ValueError(
-                f"{CALLER}: expected {name} to have {want} as {what}, got {got}; pass "
-                "`jax.vmap(tx.init)(layers)`, wrap `tx` in `mixed_precision` if dtypes "
-                "change, and take out what adds arrays, as `optax.monitor` does."
+                f"{CALLER}: expected {name} at {_tree.spell(path)} to be the stacked "
+                f"arrays of {count} layers, got {_arrays.describe(x)}; {remedy}."
             )
+
+
+def _trace_update(stack: Stack) -> Any:
+    """Return the jaxpr of the update of one layer, from state and layers, or raise."""
+
+    def update_layer(opt_state: Any, layers: Any) -> Any:
+        state, weights = layer_at((opt_state, layers), 0)
+        grads = _tree.in_float32(_tree.only_inexact(weights))
+        return stack.tx.update(grads, to_device_tree(state), weights)
+
+    try:
+        return jax.make_jaxpr(update_layer)(stack.opt_state, stack.layers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{CALLER}: expected a `tx` that needs only gradients and params of a "
+            "layer, got one whose `tx.update(grads, opt_state, params)` fails for one "
+            f"layer; take a separate step. It raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _skips_steps(state: Any) -> bool:
+    """Return whether an optimizer with this state skips steps that are not finite."""
+    skipping = LossScaleState, optax.ApplyIfFiniteState
+    groups = find_states(state, optax.MaskedState)
+    if any(find_states(group, skipping) for _, group in groups):
+        raise ValueError(
+            f"{CALLER}: expected `tx` to skip steps of all params or of none, got a "
+            "loss scale or `optax.apply_if_finite` around a part of them; put it "
+            "around `optax.partition`."
+        )
+    return bool(find_states(state, skipping))
 
 
 def _check_leafwise(init: Any, update: Any, layers: Any, known: Any) -> None:
@@ -177,7 +179,7 @@ def _check_leafwise(init: Any, update: Any, layers: Any, known: Any) -> None:
         of_state = list(map(lambda *x: Origin.join(x), before, found[count:]))
     for origin in found[:count]:
         if len(origin.groups) > 1:
-            first, second, *_ = (spell(paths[i]) for i in sorted(origin.groups))
+            first, second, *_ = (_tree.spell(paths[i]) for i in sorted(origin.groups))
             raise ValueError(
                 f"{CALLER}: expected `tx` to update each array by itself, got an update"
                 f" of several params, such as {first} and {second}, in "
@@ -202,7 +204,7 @@ def check_scans(jaxpr: Any, released: Any) -> None:
             if math.isnan(calls):
                 use = "reads or changes them outside of it"
             raise ValueError(
-                f"{CALLER}: expected a loss that passes the layers {spell(path)} "
+                f"{CALLER}: expected a loss that passes the layers {_tree.spell(path)} "
                 f"unchanged to one `scan_layers`, got one that {use}; cast and "
                 "regularize them in the block, pass tied layers to one scan as "
                 "`(layers, layers)`, keep the scan out of loops and branches, and use "
@@ -213,9 +215,9 @@ def check_scans(jaxpr: Any, released: Any) -> None:
 def check_steps(released: Any) -> None:
     """Raise unless the backward pass has stepped each stack of layers."""
     for path, x in tree_leaves_with_path(released, is_leaf=is_released):
-        if not x.stack.is_stepped:
+        if not x.stepper.is_used:
             raise ValueError(
                 f"{CALLER}: expected a loss of what `scan_layers` returns, got one that"
-                f" does not depend on the layers {spell(path)}, so that no step would "
-                "be taken; remove `jax.lax.stop_gradient`."
+                f" does not depend on the layers {_tree.spell(path)}, so that no step "
+                "would be taken; remove `jax.lax.stop_gradient`."
             )

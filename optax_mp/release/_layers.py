@@ -7,43 +7,55 @@ do.
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from optax_mp._jax._experimental import with_major_to_minor
-from optax_mp.trees._descriptions import spread_shardings
-from optax_mp.trees._tree import (
-    all_finite,
-    in_float32,
-    is_inexact,
-    is_key,
-)
-from optax_mp.wrappers._inner import apply_updates
+from optax_mp.core import _dtypes
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.jax_api._experimental import experimental
+from optax_mp.core.trees import _tree
+from optax_mp.core.wrappers._updates import apply_updates
+
+
+class Stack(NamedTuple):
+    """What `release_gradients` is given for one stack of layers.
+
+    Attributes:
+        tx: the optimizer.
+        opt_state: its state for each layer, stacked.
+        layers: the layers, stacked.
+        shardings: how these are sharded, a tree like them or a prefix of one; or None.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    opt_state: Any
+    layers: Any
+    shardings: Any
 
 
 @dataclass(eq=False)
-class ReleasedStack:
-    """The static part of `ReleasedLayers`.
+class Stepper:
+    """How the backward pass steps each layer of one stack. Equal only to itself.
 
     Attributes:
-        tx: their optimizer.
+        tx: the optimizer.
         kinds: of layers and state: dtypes, or the implementations of random keys.
         shardings: how the weights of a layer are sharded, a tree like them; or None.
         measures: whether the backward pass only measures gradients, and takes no step.
-        is_stepped: whether the backward pass was traced, and so takes steps.
+        is_used: whether a backward pass was traced. If not, no layer takes a step.
     """
 
     tx: Any
     kinds: Any
     shardings: Any
     measures: bool = False
-    is_stepped: bool = False
+    is_used: bool = False
 
     def step(
         self, grads: Any, opt_state: Any, weights: Any, factor: Any
@@ -55,7 +67,7 @@ class ReleasedStack:
         """
         # Without the barrier XLA may drop the rounding of 16-bit gradients, and send
         # float32 between devices.
-        grads = in_float32(lax.optimization_barrier(self.in_rows(grads)))
+        grads = _tree.in_float32(lax.optimization_barrier(self.in_rows(grads)))
         grads = times(grads, factor)
         if self.measures:
             return None, measure(grads)
@@ -95,7 +107,7 @@ def measure(grads: Any) -> jax.Array:
     much is clipped, the second whether a step is skipped.
     """
     squares = optax.tree.norm(grads, squared=True)
-    return jnp.stack([jnp.float32(squares), jnp.float32(~all_finite(grads))])
+    return jnp.stack([jnp.float32(squares), jnp.float32(~_tree.all_finite(grads))])
 
 
 def _refuse(self: Any, *_: Any) -> NoReturn:
@@ -117,30 +129,30 @@ class ReleasedLayers:
         float_state: the state of their optimizer as floats; or zeros [layers, 2], in
             whose place `measure` returns its numbers.
         factor: what gradients are multiplied by, a float32 scalar; or None.
-        stack: what is static.
+        stepper: how they are stepped. It is static.
     """
 
     float_layers: Any
     float_state: Any
     factor: Any
-    stack: ReleasedStack = field(metadata={"static": True})
+    stepper: Stepper = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, layers: Any, opt_state: Any, stack: Any, factor: Any = None) -> Any:
+    def of(cls, layers: Any, opt_state: Any, stepper: Stepper, factor: Any) -> Any:
         """Return layers and state as floats."""
-        return cls(_as_floats(layers), _as_floats(opt_state), factor, stack)
+        return cls(_as_floats(layers), _as_floats(opt_state), factor, stepper)
 
     @property
     def layers(self) -> Any:
         """The stacked layers."""
-        return _from_floats(self.float_layers, self.stack.kinds[0])
+        return _from_floats(self.float_layers, self.stepper.kinds[0])
 
     @property
     def opt_state(self) -> Any:
         """The state of their optimizer, stacked."""
-        return _from_floats(self.float_state, self.stack.kinds[1])
+        return _from_floats(self.float_state, self.stepper.kinds[1])
 
-    __getitem__ = __iter__ = __jax_array__ = _refuse
+    __getitem__ = __iter__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
         # Python and JAX look for methods with underscores that no class needs to have.
@@ -149,11 +161,11 @@ class ReleasedLayers:
         _refuse(self)
 
 
-def release(stack: Any, factor: Any, *, measures: bool = False) -> ReleasedLayers:
+def release(stack: Stack, factor: Any, *, measures: bool = False) -> ReleasedLayers:
     """Return what the loss gets in place of a stack of layers.
 
     Args:
-        stack: optimizer, state, layers and shardings.
+        stack: the layers and their optimizer.
         factor: what gradients are multiplied by; or None.
         measures: whether the backward pass only measures gradients.
     """
@@ -166,8 +178,8 @@ def release(stack: Any, factor: Any, *, measures: bool = False) -> ReleasedLayer
             x and NamedSharding(x.mesh, PartitionSpec(*x.spec[1:])) for x in spread
         )
     kinds = jax.tree.map(_kind_of, (layers, opt_state))
-    static = ReleasedStack(tx, kinds, shardings, measures)
-    return ReleasedLayers.of(layers, opt_state, static, factor)
+    stepper = Stepper(tx, kinds, shardings, measures)
+    return ReleasedLayers.of(layers, opt_state, stepper, factor)
 
 
 def is_released(x: Any) -> bool:
@@ -188,7 +200,7 @@ def _as_floats(tree: Any) -> Any:
     """Return arrays with the same bits, of dtypes that JAX differentiates."""
 
     def convert(x: Any) -> Any:
-        if is_inexact(x):
+        if _dtypes.is_inexact(x):
             return x
         x = jax.random.key_data(x) if is_key(x) else x
         if x.dtype == np.bool_:
@@ -210,3 +222,34 @@ def _from_floats(tree: Any, kinds: Any) -> Any:
         return jax.random.wrap_key_data(data, impl=kind)
 
     return jax.tree.map(convert, tree, kinds)
+
+
+def with_major_to_minor(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """Return an array whose axes lie in memory in this order, the last one densely."""
+    layout = experimental("layout")
+    return layout.with_layout_constraint(x, layout.Layout(order))
+
+
+def spread_shardings(
+    params: Any, shardings: Any, caller: str
+) -> list[NamedSharding | None]:
+    """Return the sharding of each param, None where a mesh is not known.
+
+    Args:
+        params: the params.
+        shardings: a tree of shardings like these, or a prefix of one.
+        caller: the public function that the user called, for error messages.
+    """
+    leaves = _tree.spread_prefix(params, shardings, f"{caller}: `param_shardings`")
+    for leaf in leaves:
+        if not isinstance(leaf, Sharding):
+            raise TypeError(
+                f"{caller}: expected `param_shardings` to hold shardings, got {leaf!r};"
+                " pass `jax.tree.map(lambda p: p.sharding, params)`."
+            )
+    return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether `leaf` is an array of typed PRNG keys."""
+    return _arrays.is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -7,19 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._jax._jaxpr import TracedCall, evaluate
-from optax_mp.release._checks import (
-    check_scans,
-    check_skips,
-    check_stack,
-    check_steps,
-    common_scale,
-)
-from optax_mp.release._layers import is_released, measure, release, times
-from optax_mp.scaling._gradients import check_function, gradients_of
-from optax_mp.scaling._rule import check_number
-from optax_mp.trees._tree import in_float32, is_array
-from optax_mp.wrappers._inner import as_transformation
+from optax_mp.core.jax_api._arrays import is_array
+from optax_mp.core.jax_api._jaxpr import TracedCall, evaluate
+from optax_mp.core.scaling._gradients import gradients_of
+from optax_mp.core.scaling._rule import check_number
+from optax_mp.core.trees._tree import in_float32
+from optax_mp.core.wrappers._mistakes import refuse_overwritten
+from optax_mp.core.wrappers._protocol import as_transformation
+from optax_mp.release import _checks, _layers
 
 _CALLER = "release_gradients"
 
@@ -77,11 +72,11 @@ def release_gradients(
 
     Raises:
         TypeError: if `tx` is no optimizer; when called, if the loss reads the layers
-            without `scan_layers`.
-        ValueError: when called, if `tx` needs the gradients of all layers; if it
-            changes the dtype of its state; if `opt_state` is not stacked as the layers
-            are; if the layers are not scanned exactly once, or the loss does not depend
-            on them.
+            without `scan_layers`; JAX's, if `tx` changes the dtype of its state, as it
+            does for 16-bit layers without `mixed_precision`.
+        ValueError: when called, if `tx` needs the gradients of all layers; if
+            `opt_state` is not stacked as the layers are; if the layers are not scanned
+            exactly once, or the loss does not depend on them.
 
     Example:
         >>> import jax
@@ -89,21 +84,20 @@ def release_gradients(
         >>> import optax
         >>> import optax_mp
         >>> def loss(layers, rest, x):
-        ...     def block(x, w):
-        ...         return x + jnp.tanh(x @ w), None
+        ...     def block(x, layer):
+        ...         return x + jnp.tanh(x @ layer["w"]), None
         ...     x, _ = optax_mp.scan_layers(block, x * rest, layers)
         ...     return jnp.mean(x**2)
         >>> tx = optax.adamw(0.1)
-        >>> layers, rest = jnp.zeros((4, 3, 3)), jnp.ones(3)
+        >>> layers, rest = {"w": jnp.zeros((4, 3, 3))}, jnp.ones(3)
         >>> opt_state = jax.vmap(tx.init)(layers)
         >>> step = jax.jit(optax_mp.release_gradients(loss, tx), donate_argnums=(0, 1))
         >>> value, grads, layers, opt_state = step(
         ...     opt_state, layers, rest, jnp.ones((2, 3))
         ... )
-        >>> float(value), layers.shape, bool((layers != 0).all())
+        >>> float(value), layers["w"].shape, bool((layers["w"] != 0).all())
         (1.0, (4, 3, 3), True)
     """
-    check_function(fun, 0, has_aux, _CALLER)
     txs, treedef = _check_optimizers(tx)
     if max_norm is not None and not is_array(max_norm):
         expected = "a positive number"
@@ -112,27 +106,41 @@ def release_gradients(
     def checked_loss(released: Any, *args: Any, **kwargs: Any) -> Any:
         given = (released, *args), kwargs
         traced = TracedCall.of(lambda x: fun(*x[0], **x[1]), given)
-        check_scans(traced.closed, released)
+        _checks.check_scans(traced.closed, released)
         return traced.unflatten(evaluate(traced.closed, traced.arrays))
 
     differentiate = gradients_of(checked_loss, (0, 1), has_aux, _CALLER)
 
     def run(opt_state: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
-        trees = _by_optimizer(treedef, opt_state, layers, param_shardings)
-        stacks = list(zip(txs, *trees, strict=True))
-        scale = common_scale(trees[0])
-        facts = {"is_scaled": scale is not None, "by_layer": by_layer}
-        skips = check_skips([check_stack(x, **facts) for x in stacks])
+        refuse_overwritten((layers, *args[:1]), _CALLER)
+        stacks = _stacks_of(txs, treedef, opt_state, layers, param_shardings)
+        scale = _checks.common_scale([x.opt_state for x in stacks])
+        skips = _checks.check_skips(
+            [
+                _checks.check_stack(x, is_scaled=scale is not None, by_layer=by_layer)
+                for x in stacks
+            ]
+        )
+
+        def differentiate_once(factor: Any, *, measures: bool = False) -> Any:
+            """Return the value, each stack after the pass, and gradients of `rest`."""
+            parts = [_layers.release(x, factor, measures=measures) for x in stacks]
+            released = treedef.unflatten(parts)
+            value, (after, grads) = differentiate(scale, (released, *args), kwargs)
+            _checks.check_steps(released)
+            return value, treedef.flatten_up_to(after), in_float32(grads)
+
         factor = None
-
-        def gradients(released: Any) -> Any:
-            value, (stepped, grads) = differentiate(scale, (released, *args), kwargs)
-            check_steps(released)
-            return value, stepped, in_float32(grads)
-
         if skips or max_norm is not None:
+            # The first of two passes writes no layers. It frees the gradient of each as
+            # soon as two numbers are taken of it.
             unscale = None if scale is None else 1 / scale
-            norm, is_bad = _measure(gradients, treedef, stacks, unscale)
+            _, measured, grads = differentiate_once(unscale, measures=True)
+            sums = [x.opt_state.sum(0) for x in measured]
+            squares, bad_count = sum(
+                sums, _layers.measure(_layers.times(grads, unscale))
+            )
+            norm, is_bad = jnp.sqrt(squares), bad_count != 0
             # As `optax.clip_by_global_norm`, with its results for infinity and NaN.
             factor = jnp.float32(1.0)
             if max_norm is not None:
@@ -140,11 +148,10 @@ def release_gradients(
             # A step is skipped by all layers or by none: where one has a NaN, all get
             # one, and the caller's step of `rest` as well.
             factor = jnp.where(skips & is_bad, jnp.nan, factor)
-        released = treedef.unflatten([release(x, factor) for x in stacks])
-        value, stepped, grads = gradients(released)
-        layers = jax.tree.map(lambda x: x.layers, stepped, is_leaf=is_released)
-        opt_state = jax.tree.map(lambda x: x.opt_state, stepped, is_leaf=is_released)
-        return value, times(grads, factor), layers, opt_state
+        value, stepped, grads = differentiate_once(factor)
+        layers = treedef.unflatten([x.layers for x in stepped])
+        opt_state = treedef.unflatten([x.opt_state for x in stepped])
+        return value, _layers.times(grads, factor), layers, opt_state
 
     return run
 
@@ -161,11 +168,11 @@ def _check_optimizers(tx: Any) -> tuple[list[Any], Any]:
     return [as_transformation(x, _CALLER, "tx") for x in txs], treedef
 
 
-def _by_optimizer(treedef: Any, *trees: Any) -> list[Any]:
-    """Return state, layers and shardings, each as a list with a part for each stack."""
+def _stacks_of(txs: Any, treedef: Any, *trees: Any) -> list[_layers.Stack]:
+    """Return each optimizer with its parts of the state, the layers and shardings."""
     count = treedef.num_leaves
     try:
-        return [[x] * count if x is None else treedef.flatten_up_to(x) for x in trees]
+        parts = [[x] * count if x is None else treedef.flatten_up_to(x) for x in trees]
     except ValueError as error:
         raise ValueError(
             f"{_CALLER}: expected `opt_state` and `layers` to be trees with a part for "
@@ -173,23 +180,4 @@ def _by_optimizer(treedef: Any, *trees: Any) -> list[Any]:
             "optimizers in one stack of layers pass `optax.partition` of them. JAX "
             f"says: {error}"
         ) from error
-
-
-def _measure(gradients: Any, treedef: Any, stacks: Any, factor: Any) -> Any:
-    """Return the norm of all gradients, and whether one of them is not finite.
-
-    This is the first of two passes. It frees the gradient of each layer as soon as two
-    numbers are taken of it, and writes no layers.
-
-    Args:
-        gradients: from released layers to the value, these after the step, and the
-            gradients of `rest`.
-        treedef: of the optimizers.
-        stacks: optimizer, state, layers and shardings of each stack.
-        factor: what gradients are multiplied by before they are measured; or None.
-    """
-    released = [release(x, factor, measures=True) for x in stacks]
-    _, stepped, grads = gradients(treedef.unflatten(released))
-    sums = [x.opt_state.sum(0) for x in treedef.flatten_up_to(stepped)]
-    squares, bad_count = sum(sums, measure(times(grads, factor)))
-    return jnp.sqrt(squares), bad_count != 0
+    return list(map(_layers.Stack, txs, *parts))

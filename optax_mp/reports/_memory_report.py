@@ -5,26 +5,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from jax.tree_util import DictKey, GetAttrKey, keystr, tree_leaves_with_path
 
-from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import is_stored_on_host
-from optax_mp._table import Report, Table, axes_or_new, format_bytes, grouped
+from optax_mp import _table
 from optax_mp.compact._quantized import Quantized
-from optax_mp.masters._storage import MixedPrecisionState
-from optax_mp.trees._boxes import plain_trees
-from optax_mp.trees._states import Path, find_owners, find_states, holds_state
-from optax_mp.trees._tree import (
-    PyTree,
-    describe,
-    is_array,
-    is_floating,
-    spell,
-    summarize,
-)
-from optax_mp.wrappers._mistakes import check_state_first
+from optax_mp.core import _dtypes
+from optax_mp.core._dtypes import bits
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.masters._storage import MixedPrecisionState
+from optax_mp.core.trees import _states, _tree
+from optax_mp.core.trees._boxes import plain_trees
+from optax_mp.core.wrappers._mistakes import check_state_first
 
 _PARAMS, _SCALES, _REST = "params", "scales", "rest"
 # Roles that plain float32 training does not have.
@@ -70,7 +64,7 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
-class MemoryReport(Report):
+class MemoryReport(_table.Report):
     """What `memory_report` counted. Printed, it is a table of the roles.
 
     Attributes:
@@ -128,14 +122,16 @@ class MemoryReport(Report):
 
     def _by(self, field: str) -> list[tuple[str, "MemoryReport"]]:
         """Return a report of the rows with each value of a field."""
-        groups = grouped(self.rows, lambda row: getattr(row, field)).items()
+        groups = _table.grouped(self.rows, lambda row: getattr(row, field)).items()
         return [(x, MemoryReport(tuple(rows), self.weights)) for x, rows in groups]
 
-    def _parts(self) -> list[str | Table]:
+    def _parts(self) -> list[str | _table.Table]:
         cells = [["role", "dtype", "size", "bytes per weight", "share", "on the host"]]
         for role, part in [*self._roles(), ("total", self)]:
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in part.rows))
-            sizes = [format_bytes(x) for x in (part.total_bytes, part.host_bytes)]
+            sizes = [
+                _table.format_bytes(x) for x in (part.total_bytes, part.host_bytes)
+            ]
             per_weight = _ratio(part.total_bytes, self.weights, ".2f")
             share = _ratio(part.total_bytes, self.total_bytes, ".1%")
             cells.append([role, dtypes[:34], sizes[0], per_weight, share, sizes[1]])
@@ -143,10 +139,13 @@ class MemoryReport(Report):
         if not self.host_bytes:
             cells = [row[:-1] for row in cells]
         plain = self.float32_bytes
-        size, per_weight = format_bytes(plain), _ratio(plain, self.weights, ".2f")
+        size, per_weight = (
+            _table.format_bytes(plain),
+            _ratio(plain, self.weights, ".2f"),
+        )
         times = _ratio(plain, self.total_bytes, ".2f")
         last = f"plain float32: {size}, {per_weight} bytes per weight ({times} times as"
-        return [Table(cells, left=2, width=28), f"{last} much)"]
+        return [_table.Table(cells, left=2), f"{last} much)"]
 
     def plot(self, ax: Any = None) -> Any:
         """Draw bytes per weight by role, beside plain float32 training.
@@ -157,7 +156,7 @@ class MemoryReport(Report):
         Returns:
             The axes.
         """
-        ax, tops = axes_or_new(ax), np.zeros(2)
+        ax, tops = _table.axes_or_new(ax), np.zeros(2)
         for role, part in self._roles():
             heights = np.array([part.total_bytes, part.float32_bytes])
             heights = heights / (self.weights or 1)
@@ -219,31 +218,34 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     opt_state, params = plain_trees(opt_state, params)
     call = "memory_report(opt_state, params)"
     check_state_first(opt_state, params, "memory_report", call)
-    arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
-    if not arrays or holds_state(params):
+    arrays = [
+        (path, x) for path, x in tree_leaves_with_path(params) if _arrays.is_array(x)
+    ]
+    if not arrays or _states.holds_state(params):
         raise ValueError(
-            f"memory_report: expected `params` to be arrays, got {summarize(params)}, "
-            "which is a state or has no arrays; pass what `tx.init` gets."
+            "memory_report: expected `params` to be arrays, got "
+            f"{_tree.summarize(params)}, which is a state or has no arrays; pass what "
+            "`tx.init` gets."
         )
     rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
     rows += _state_rows(opt_state, params)
-    weights = sum(x.size for _, x in arrays if is_floating(x))
+    weights = sum(x.size for _, x in arrays if _dtypes.is_floating(x))
     return MemoryReport(tuple(rows), weights)
 
 
-def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
+def _state_rows(opt_state: _tree.PyTree, params: _tree.PyTree) -> Iterator[MemoryRow]:
     param_paths = [path for path, _ in tree_leaves_with_path(params)]
-    quantized = {path for path, _ in find_states(opt_state, Quantized)}
+    quantized = {path for path, _ in _states.find_states(opt_state, Quantized)}
     masters = {}
-    for path, state in find_states(opt_state, MixedPrecisionState):
+    for path, state in _states.find_states(opt_state, MixedPrecisionState):
         # A state that was built by hand does not name its storage.
         is_part = getattr(state.storage, "param_is_part", False)
         role = "remainders" if is_part else "masters"
         masters[(*path, GetAttrKey("master_params"))] = role
-    owners = find_owners(opt_state, params)
+    owners = _states.find_owners(opt_state, params)
     leaves = tree_leaves_with_path(opt_state)
     for (path, leaf), owner in zip(leaves, owners, strict=True):
-        if not is_array(leaf):
+        if not _arrays.is_array(leaf):
             continue
         param = None if owner is None else param_paths[owner]
         above = [path[:end] for end in range(len(path) + 1)]
@@ -261,7 +263,7 @@ def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
         yield _row(role, path, param, leaf, quantized=part == "codes")
 
 
-def _before_param(path: Path, param: Path | None) -> Path:
+def _before_param(path: _states.Path, param: _states.Path | None) -> _states.Path:
     """Return the path within a state up to where the path of a param begins."""
     # A quantized array is in the place of the whole box of the param.
     for end in (param, param[:-1]) if param else ():
@@ -271,7 +273,7 @@ def _before_param(path: Path, param: Path | None) -> Path:
     return path
 
 
-def _field(path: Path) -> str:
+def _field(path: _states.Path) -> str:
     """Return the innermost field, or else dict key, that `path` leads through."""
     places = [i for i, x in enumerate(path, 1) if keystr((x,)) in _WRAPPER_FIELDS]
     inside = path[max(places, default=0) :]  # labels of a partition are no roles
@@ -283,16 +285,31 @@ def _field(path: Path) -> str:
 
 
 def _row(
-    role: str, path: Path, param: Path | None, leaf: Any, quantized: bool = False
+    role: str,
+    path: _states.Path,
+    param: _states.Path | None,
+    leaf: Any,
+    quantized: bool = False,
 ) -> MemoryRow:
     count = -(-leaf.size * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
-    plain = 4 * leaf.size if quantized or is_floating(leaf) else count
-    owner = "" if param is None else spell(param)
+    plain = 4 * leaf.size if quantized or _dtypes.is_floating(leaf) else count
+    owner = "" if param is None else _tree.spell(param)
     plain = 0 if role in _OF_FORMS else plain
     on_host = count if is_stored_on_host(leaf) else 0
-    name = describe(leaf).split("[")[0]
-    return MemoryRow(role, spell(path), owner, name, count, plain, on_host)
+    name = _arrays.describe(leaf).split("[")[0]
+    return MemoryRow(role, _tree.spell(path), owner, name, count, plain, on_host)
 
 
 def _ratio(a: int, b: int, form: str) -> str:
     return format(a / b, form) if b else "-"
+
+
+def is_stored_on_host(x: Any) -> bool:
+    """Return whether an array is in host memory, whatever its type says.
+
+    With a `SingleDeviceSharding` among the `out_shardings` of `jit`, JAX 0.10 to 0.12
+    move an array to the device and leave its type as it was.
+    """
+    if isinstance(x, jax.Array) and not _arrays.is_traced(x):
+        return x.sharding.memory_kind == _arrays.HOST_KIND
+    return _arrays.is_on_host(x)

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
-from optax_mp.scaling._state import LossScaleState
-from optax_mp.trees._boxes import plain
-from optax_mp.trees._states import Path, check_classes, find_states
-from optax_mp.trees._tree import PyTree, copy_shared, is_array
-from optax_mp.wrappers._mistakes import check_opt_state, warn_unless_state
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.scaling._state import LossScaleState, is_at_floor
+from optax_mp.core.trees import _states, _tree
+from optax_mp.core.trees._boxes import plain
+from optax_mp.core.wrappers._mistakes import check_opt_state, warn_unless_state
 
 # Fields of optax's states, and ours, that count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")
 # Fields of a loss scale that are logged by their names.
-_LOGGED = "finite_count skipped_count total_skipped_count last_finite dropped_count"
+_LOGGED = "finite_count", "skipped_count", "total_skipped_count", "last_finite"
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # States whose counts start again, or at 1.
 _OTHER_COUNTS = (optax.contrib.ReduceLROnPlateauState, optax.contrib.ScheduleFreeState)
@@ -42,7 +42,6 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         - `"skipped_count"`: steps skipped since the last finite one;
         - `"total_skipped_count"`: steps skipped since `init`;
         - `"last_finite"`: whether the last step was finite, a bool;
-        - `"dropped_count"`: micro-batches dropped since `init`;
         - `"at_min_scale"`: whether a step overflowed with the scale at its lower bound,
           and growth was not due since, a bool. `check_loss_scale` says why.
 
@@ -74,56 +73,58 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         >>> found["loss_scale"], found["step_count"], found["learning_rate"]
         (65536.0, 1.0, 0.125)
         >>> sorted(set(found) - {"b1", "b2", "eps", "eps_root"})[:3]
-        ['at_min_scale', 'dropped_count', 'finite_count']
+        ['at_min_scale', 'finite_count', 'last_finite']
         >>> optax_mp.metrics(optax.sgd(0.1).init(params))
         {}
     """
     check_opt_state(opt_state, "metrics")
     opt_state = plain(opt_state)
-    scales = find_states(opt_state, LossScaleState)
+    scales = _states.find_states(opt_state, LossScaleState)
     # Beside a single loss scale, which may be a link in a chain, all steps are its own.
     steps = {} if scales[1:] else _of_steps(opt_state)
     groups = [
         (path, _fields(x) | (steps or _of_steps(x.inner_state))) for path, x in scales
     ]
     scalars = _named(groups) or steps
-    injected = find_states(opt_state, _INJECTED)
+    injected = _states.find_states(opt_state, _INJECTED)
     scalars |= _named([(path, _numbers(x.hyperparams)) for path, x in injected])
     if not scales:
-        check_classes(opt_state, "metrics")
+        _states.check_classes(opt_state, "metrics")
     if not scalars:
         warn_unless_state(opt_state, "metrics")
     # Not the arrays of the state, which a donated step deletes.
-    values = copy_shared(list(scalars.values()), opt_state)
+    values = _tree.copy_shared(list(scalars.values()), opt_state)
     return dict(zip(scalars, values, strict=True))
 
 
 def _numbers(hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
-    return {k: x for k, x in hyperparams.items() if is_array(x) and not x.shape}
+    return {k: x for k, x in hyperparams.items() if _arrays.is_array(x) and not x.shape}
 
 
 def _fields(state: LossScaleState) -> dict[str, jax.Array]:
-    at_min_scale = jnp.asarray(state.hysteresis_left) < 0
-    logged = {x: getattr(state, x) for x in _LOGGED.split()}
+    at_min_scale = jnp.asarray(is_at_floor(state))
+    logged = {x: getattr(state, x) for x in _LOGGED}
     return {"loss_scale": state.scale, **logged, "at_min_scale": at_min_scale}
 
 
-def _of_steps(state: PyTree) -> dict[str, jax.Array]:
+def _of_steps(state: _tree.PyTree) -> dict[str, jax.Array]:
     # A count outside of `optax.MultiSteps` is of micro-steps.
-    nested = [x for _, x in find_states(state, optax.MultiStepsState)]
-    innermost = [x for x in nested if len(find_states(x, optax.MultiStepsState)) == 1]
+    nested = [x for _, x in _states.find_states(state, optax.MultiStepsState)]
+    innermost = [
+        x for x in nested if len(_states.find_states(x, optax.MultiStepsState)) == 1
+    ]
     state = innermost or state
-    others = [path for path, _ in find_states(state, _OTHER_COUNTS)]
+    others = [path for path, _ in _states.find_states(state, _OTHER_COUNTS)]
     counts = [
         leaf
         for path, leaf in tree_leaves_with_path(state)
         if keystr(path[-1:], simple=True) in _STEP_COUNTS and path[:-1] not in others
-        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
+        if _arrays.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
     return {"step_count": reduce(jnp.maximum, counts)} if counts else {}
 
 
-def _named(groups: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
+def _named(groups: list[tuple[_states.Path, dict[str, Any]]]) -> dict[str, Any]:
     """Return the scalars of several places in one dict, by names that differ."""
     # At places where all paths have the same key, it tells nothing apart.
     columns = zip_longest(*[path for path, _ in groups])

@@ -10,23 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from optax_mp._jax._contact import is_transposed
-from optax_mp._jax._jaxpr import (
-    ClosedJaxpr,
-    TracedCall,
-    any_equation,
-    evaluate,
-    explain_carry_error,
-    is_dynamic,
-    is_output,
-)
 from optax_mp._table import Report, Table, grouped, percent
 from optax_mp.autocast._changes import pure_call
-from optax_mp.reports._precision_walk import PrecisionProduct, Walk, cause_of_input
-from optax_mp.trees._tree import is_inexact
+from optax_mp.core._dtypes import is_inexact
+from optax_mp.core.jax_api import _jaxpr
+from optax_mp.core.jax_api._extend import ClosedJaxpr
+from optax_mp.jaxprs._search import any_equation
+from optax_mp.jaxprs._source import is_transposed
+from optax_mp.reports import _precision_walk
 
-# By how much a table is cut. The report itself holds all.
-_MOST_ROWS, _CAUSE_WIDTH = 12, 56
+_MOST_ROWS = 12  # of a table; the report itself holds all
 _ADVICE = """
 To change that, `optax_mp.amp(fun)` runs products in bfloat16 (but for those with \
 `precision=`, in `amp_stop`, and of complex or sparse operands).
@@ -59,7 +52,7 @@ class PrecisionReport(Report):
         1.0
     """
 
-    products: tuple[PrecisionProduct, ...]
+    products: tuple[_precision_walk.PrecisionProduct, ...]
     notes: tuple[str, ...]
 
     @property
@@ -73,7 +66,7 @@ class PrecisionReport(Report):
         return 1 - _flops(self.wide_products) / total if total else 1.0
 
     @property
-    def wide_products(self) -> tuple[PrecisionProduct, ...]:
+    def wide_products(self) -> tuple[_precision_walk.PrecisionProduct, ...]:
         """The products in float32 or wider."""
         return tuple(x for x in self.products if x.is_wide)
 
@@ -117,7 +110,7 @@ class PrecisionReport(Report):
             cells.append((place, _label(group), shapes, *amounts))
         left_out = len(groups) - _MOST_ROWS
         more = [f"... and {left_out} more"] if left_out > 0 else []
-        return [Table(cells, left=3, long=1, width=_CAUSE_WIDTH), *more]
+        return [Table(cells, left=3), *more]
 
 
 def precision_report(
@@ -147,9 +140,9 @@ def precision_report(
         The report. Printed, it begins with a verdict; `.summary()` is that line.
 
     Raises:
-        TypeError: if `fun` is not callable, or if a loop in it changes the dtype of its
-            carry, as a scan over bfloat16 layers with float32 norms does.
-        Exception: what JAX raises, if it cannot trace `fun`.
+        TypeError: if `fun` is not callable.
+        Exception: what JAX raises, if it cannot trace `fun`, such as a scan over
+            bfloat16 layers with float32 norms, which changes the dtype of its carry.
 
     Example:
         >>> import jax
@@ -172,35 +165,38 @@ def precision_report(
     """
     jaxpr, names, notes = _trace(fun, args, kwargs)
     pairs = zip(jaxpr.jaxpr.invars, names, strict=True)
-    inputs = [cause_of_input(var, "argument", name) for var, name in pairs]
-    walk = Walk()
+    inputs = [
+        _precision_walk.cause_of_input(var, "argument", name) for var, name in pairs
+    ]
+    walk = _precision_walk.Walk()
     _, products = walk.follow(jaxpr, inputs)
     return PrecisionReport(tuple(products), (*notes, *walk.notes))
 
 
 def _group(
-    products: Iterable[PrecisionProduct], key: Callable[[PrecisionProduct], Any]
-) -> list[tuple[Any, list[PrecisionProduct]]]:
+    products: Iterable[_precision_walk.PrecisionProduct],
+    key: Callable[[_precision_walk.PrecisionProduct], Any],
+) -> list[tuple[Any, list[_precision_walk.PrecisionProduct]]]:
     """Return products in groups, the group of most FLOPs first."""
     groups = grouped(products, key).items()
     return sorted(groups, key=lambda pair: -_flops(pair[1]))
 
 
-def _flops(products: Iterable[PrecisionProduct]) -> int:
+def _flops(products: Iterable[_precision_walk.PrecisionProduct]) -> int:
     return sum(x.flops for x in products)
 
 
-def _causes(product: PrecisionProduct) -> str:
+def _causes(product: _precision_walk.PrecisionProduct) -> str:
     return " and ".join(map(str, product.causes)) or "what is not known"
 
 
-def _pattern(product: PrecisionProduct) -> str:
+def _pattern(product: _precision_walk.PrecisionProduct) -> str:
     """Return the causes of a product, with stars for the numbers of layers."""
     text = re.sub(r"_\d+(?=['/])", "_*", _causes(product))
     return re.sub(r"\[('?)\d+\1\]", "[*]", text)
 
 
-def _label(group: list[PrecisionProduct]) -> str:
+def _label(group: list[_precision_walk.PrecisionProduct]) -> str:
     """Return the causes of a group of one pattern."""
     is_one = len(set(map(_causes, group))) == 1
     return (_causes if is_one else _pattern)(group[0])
@@ -221,8 +217,7 @@ def _trace(
         call = pure_call(fun, *both, caller="precision_report")
         return call.fun(*call.args)
 
-    with explain_carry_error("precision_report"):
-        traced = TracedCall.of(run, (args, kwargs), _is_input)
+    traced = _jaxpr.TracedCall.of(run, (args, kwargs), _is_input)
     paths = [leaves[i][0] for i in traced.places]
     names = [_name_of(path, argument_names) for path in paths]
     floating = [i for i, x in enumerate(traced.arrays) if is_inexact(x)]
@@ -230,13 +225,13 @@ def _trace(
     chosen = [i for i in floating if paths[i][:2] == paths[floating[0]][:2]]
     outputs: Any = traced.unflatten_outputs()[0]
     first: Any = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
-    is_loss = is_output(first) and is_inexact(first) and not first.shape
+    is_loss = _jaxpr.is_output(first) and is_inexact(first) and not first.shape
     if not (is_loss and chosen) or any_equation(traced.closed, is_transposed):
         return traced.closed, names, []
 
     def loss(some: list[Any], arrays: list[Any]) -> tuple[Any, list[Any]]:
         replaced = dict(enumerate(arrays)) | dict(zip(chosen, some, strict=True))
-        values = evaluate(traced.closed, list(replaced.values()))
+        values = _jaxpr.evaluate(traced.closed, list(replaced.values()))
         return values[0], values
 
     def with_gradient(arrays: list[Any]) -> Any:
@@ -251,7 +246,7 @@ def _trace(
 
 
 def _is_input(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) or is_dynamic(leaf)
+    return isinstance(leaf, jax.ShapeDtypeStruct) or _jaxpr.is_dynamic(leaf)
 
 
 def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:

@@ -15,31 +15,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._dtypes import bits
-from optax_mp._jax._contact import is_transposed
-from optax_mp._jax._control_flow import Region, has_regions, run_count, wiring_of
-from optax_mp._jax._jaxpr import (
-    AnyJaxpr,
-    Equation,
-    any_equation,
-    is_literal,
-    jaxprs_within,
-    live_equations,
-    open_jaxpr,
-)
-from optax_mp._jax._primitives import (
-    REPEATS,
-    flops_of,
-    is_product,
-    operand_indices,
-    operands,
-)
-from optax_mp._jax._source import (
-    SourceLines,
-    is_function_of_jax,
-    is_promotion,
-    source_lines,
-)
+from optax_mp.core._dtypes import bits
+from optax_mp.core.jax_api import _jaxpr
+from optax_mp.jaxprs import _control_flow, _primitives, _search, _source
 
 # Operations that multiply matrices, and show no jaxpr.
 _CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")
@@ -151,14 +129,14 @@ class Place(NamedTuple):
         is_backward: whether it is in the backward pass.
     """
 
-    lines: SourceLines = SourceLines()
+    lines: _source.SourceLines = _source.SourceLines()
     is_in_jax: bool = False
     is_backward: bool = False
 
-    def of(self, equation: Equation) -> "Place":
+    def of(self, equation: _jaxpr.Equation) -> "Place":
         """Return the place of an equation inside of one at this place."""
-        lines = self.lines if self.is_in_jax else source_lines(equation)
-        is_backward = self.is_backward or is_transposed(equation)
+        lines = self.lines if self.is_in_jax else _source.source_lines(equation)
+        is_backward = self.is_backward or _source.is_transposed(equation)
         return Place(lines if lines.user else self.lines, self.is_in_jax, is_backward)
 
 
@@ -177,62 +155,70 @@ class Walk:
         """Begin with nothing found."""
         self.notes: dict[str, None] = {}
         # A gradient is float32 because its value is, and has the same line.
-        self._causes_by_lines: dict[SourceLines, tuple[PrecisionCause, ...]] = {}
+        self._causes_by_lines: dict[
+            _source.SourceLines, tuple[PrecisionCause, ...]
+        ] = {}
         self._ranks: dict[Any, int] = {}
 
     def follow(
-        self, jaxpr: AnyJaxpr, causes: _Causes, around: Place = _OUTSIDE
+        self, jaxpr: _jaxpr.AnyJaxpr, causes: _Causes, around: Place = _OUTSIDE
     ) -> tuple[_Causes, _Products]:
         """Return the causes of the outputs of a jaxpr, and the products in it."""
-        jaxpr, consts = open_jaxpr(jaxpr)
+        jaxpr, consts = _jaxpr.open_jaxpr(jaxpr)
         known: dict[Any, Any] = dict(zip(jaxpr.invars, causes, strict=True))
         for var in jaxpr.constvars if consts else ():
             known[var] = cause_of_input(var, "constant", "a constant")
 
         def read(atom: Any) -> _Cause:
-            return _cause_of_literal(atom) if is_literal(atom) else known.get(atom)
+            return (
+                _cause_of_literal(atom) if _jaxpr.is_literal(atom) else known.get(atom)
+            )
 
         products: _Products = []
-        for equation in live_equations(jaxpr):
+        for equation in _search.live_equations(jaxpr):
             inputs = list(map(read, equation.invars))
             place = around.of(equation)
-            if has_regions(equation):
+            if _control_flow.has_regions(equation):
                 outputs, inside = self._follow_regions(equation, inputs, place)
                 products += inside
             else:
                 cause = self._cause_of(equation, inputs, place)
                 outputs = [cause if _has_wide(x) else None for x in equation.outvars]
-                if is_product(equation):
+                if _primitives.is_product(equation):
                     products.append(self._product(equation, inputs, place, cause))
             known.update(zip(equation.outvars, outputs, strict=True))
         return list(map(read, jaxpr.outvars)), products
 
-    def _cause_of(self, equation: Equation, inputs: _Causes, place: Place) -> _Cause:
+    def _cause_of(
+        self, equation: _jaxpr.Equation, inputs: _Causes, place: Place
+    ) -> _Cause:
         """Return the cause of a float32 value that is computed from these."""
         lines = place.lines
-        if not is_product(equation) and _hides_products(equation):
+        if not _primitives.is_product(equation) and _hides_products(equation):
             hidden = f"not looked into: {equation.primitive.name} {lines.user}"
             self.notes[hidden.rstrip()] = None
-        read = equation.invars if is_product(equation) else []
+        read = equation.invars if _primitives.is_product(equation) else []
         if not any(map(_has_wide, (*equation.outvars, *read))):
             return None
         rank = self._ranks.setdefault((id(equation), lines), len(self._ranks))
         causes = [x for x in inputs if x is not None]
         # `jnp.zeros` is an array made of a number.
         is_array = equation.primitive.name == "broadcast_in_dim"
-        if not causes or (is_array and is_literal(equation.invars[0])):
+        if not causes or (is_array and _jaxpr.is_literal(equation.invars[0])):
             return _start(equation, lines, rank)
         return _first_of(causes, equation, lines.user, rank)
 
     def _product(
-        self, equation: Equation, inputs: _Causes, place: Place, cause: _Cause
+        self, equation: _jaxpr.Equation, inputs: _Causes, place: Place, cause: _Cause
     ) -> PrecisionProduct:
-        avals = [*operands(equation), equation.outvars[0].aval]
+        avals = [*_primitives.operands(equation), equation.outvars[0].aval]
         dtypes = [aval.dtype for aval in avals[:2]]
         dtype = max(dtypes, key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize))
         found = [cause]
         if cause and cause.rank == NOT_YET:  # Then both operands must change.
-            found = dict.fromkeys(inputs[i] for i in operand_indices(equation))
+            found = dict.fromkeys(
+                inputs[i] for i in _primitives.operand_indices(equation)
+            )
         causes = tuple(x for x in found if x is not None)
         if place.is_backward:
             causes = self._causes_by_lines.get(place.lines, causes)
@@ -242,7 +228,7 @@ class Walk:
             equation.primitive.name,
             dtype.name,
             tuple(tuple(aval.shape) for aval in avals),
-            flops_of(equation),
+            _primitives.flops_of(equation),
             count=1,
             is_backward=place.is_backward,
             line=place.lines.user,
@@ -250,15 +236,17 @@ class Walk:
         )
 
     def _follow_regions(
-        self, equation: Equation, inputs: _Causes, place: Place
+        self, equation: _jaxpr.Equation, inputs: _Causes, place: Place
     ) -> tuple[_Causes, _Products]:
-        wiring = wiring_of(equation)
+        wiring = _control_flow.wiring_of(equation)
         if equation.primitive.name == "jit":
-            is_in_jax = place.is_in_jax or is_function_of_jax(wiring.regions[0].jaxpr)
+            is_in_jax = place.is_in_jax or _source.is_function_of_jax(
+                wiring.regions[0].jaxpr
+            )
             place = place._replace(is_in_jax=is_in_jax)
         groups: dict[int, _Products] = {}
 
-        def through(region: Region, causes: Any) -> _Causes:
+        def through(region: _control_flow.Region, causes: Any) -> _Causes:
             # In a loop, the last visit is the one that knows most.
             outputs, groups[id(region)] = self.follow(region.jaxpr, causes, place)
             return outputs
@@ -268,7 +256,7 @@ class Walk:
             costliest = max(groups, key=lambda x: sum(y.flops for y in groups[x]))
             for x in groups.keys() - {costliest}:
                 groups[x] = [each.times(0) for each in groups[x]]
-        count = run_count(equation)
+        count = _control_flow.run_count(equation)
         if count is None and any(groups.values()):
             self.notes["products in a `while` loop count for one iteration"] = None
         count = 1 if count is None else count
@@ -294,7 +282,7 @@ def _join(causes: Sequence[_Cause]) -> _Cause:
 
 
 def _first_of(
-    causes: list[PrecisionCause], equation: Equation, line: str, rank: int
+    causes: list[PrecisionCause], equation: _jaxpr.Equation, line: str, rank: int
 ) -> PrecisionCause:
     """Return the cause of what an equation computes from values with causes."""
     first = min(causes, key=lambda cause: cause.order)
@@ -311,12 +299,15 @@ def _first_of(
         is_meeting = implicit or any(map(_has_narrow, equation.invars))
         return replace(source, line=line, rank=rank) if is_meeting else source
     # An operand that is passed on as it is is still under way.
-    if implicit[0].kind == _PROMOTION and equation.primitive.name not in REPEATS:
+    if (
+        implicit[0].kind == _PROMOTION
+        and equation.primitive.name not in _primitives.REPEATS
+    ):
         return replace(implicit[0], kind="cast")  # Nothing else asked for it.
     return implicit[0]
 
 
-def _start(equation: Equation, lines: SourceLines, rank: int) -> _Cause:
+def _start(equation: _jaxpr.Equation, lines: _source.SourceLines, rank: int) -> _Cause:
     """Return the cause of a float32 value that is computed from none."""
     var = equation.outvars[0]
     if not any(map(_has_narrow, equation.invars)):
@@ -325,13 +316,13 @@ def _start(equation: Equation, lines: SourceLines, rank: int) -> _Cause:
         return None if is_weak else PrecisionCause("array", f"an array {where}")
     kind, text = "cast", f"a cast to {var.aval.dtype}"
     is_cast = equation.primitive.name == "convert_element_type"
-    if is_product(equation):
-        a, b = (aval.dtype.name for aval in operands(equation))
+    if _primitives.is_product(equation):
+        a, b = (aval.dtype.name for aval in _primitives.operands(equation))
         met = f"of {a} with {b}" if a != b else f"with result {var.aval.dtype}"
         kind, text = "result", f"a product {met}"
     # In the backward pass JAX knows only the lines of the forward pass.
-    elif is_cast and not is_transposed(equation):
-        kind = _PROMOTION if is_promotion(equation) else kind
+    elif is_cast and not _source.is_transposed(equation):
+        kind = _PROMOTION if _source.is_promotion(equation) else kind
         kind = _LAYER if lines.library else kind
     return PrecisionCause(kind, text, lines.user, rank)
 
@@ -351,7 +342,9 @@ def _has_narrow(atom: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and not _is_wide(dtype)
 
 
-def _hides_products(equation: Equation) -> bool:
-    if inner := jaxprs_within(equation):
-        return any(any_equation(jaxpr, is_product) for jaxpr in inner)
+def _hides_products(equation: _jaxpr.Equation) -> bool:
+    if inner := _search.jaxprs_within(equation):
+        return any(
+            _search.any_equation(jaxpr, _primitives.is_product) for jaxpr in inner
+        )
     return any(word in equation.primitive.name for word in _CLOSED)

@@ -44,18 +44,15 @@ def linen(dtype):
     )
 
 
-def test_the_error_of_a_carry_names_the_fix():
+def test_jax_names_the_carry_that_changes_its_dtype():
     params, loss = linen(None)
     params = POLICY.cast_to_param(params)
-    message = (
-        r"amp: expected each loop in `fun` .*scan over layers .* with float32 norms.*"
-        r"cast_floating\(args, jnp.float32\).*the `dtype` of the layers.*bfloat16\[4,8\]"
-    )
-    with pytest.raises(TypeError, match=f"(?s)^{message}"):
+    message = r"(?s)^scan body function carry.*bfloat16\[4,8\]"
+    with pytest.raises(TypeError, match=message):
         optax_mp.precision_report(optax_mp.amp(loss), params, X)
     # The carry begins as the input does: casting the params is not enough.
     params = optax_mp.cast_floating(params, jnp.float32)
-    with pytest.raises(TypeError, match=f"(?s)^{message}"):
+    with pytest.raises(TypeError, match=message):
         optax_mp.amp(loss)(params, X)
 
 
@@ -81,11 +78,3 @@ def test_both_fixes_train_with_all_products_low(fix):
     train = jax.jit(lambda carry: jax.lax.scan(step, carry, None, 10)[1])
     losses = train((params, opt_state))
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_other_errors_of_a_loop_stay_jaxs_own():
-    def fun(x):
-        return jax.lax.scan(lambda x, _: (x[:2], None), x, None, 3)[0]
-
-    with pytest.raises(TypeError, match="^scan body function carry"):
-        optax_mp.amp(fun)(X)

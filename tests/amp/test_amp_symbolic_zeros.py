@@ -235,7 +235,6 @@ def trajectory(adjoint):
     return loss
 
 
-@pytest.mark.filterwarnings("ignore:amp. the while loop:UserWarning")
 @pytest.mark.slow
 def test_the_solution_of_a_differential_equation_is_differentiated():
     exact = jax.grad(trajectory("RecursiveCheckpointAdjoint"), (0, 1))

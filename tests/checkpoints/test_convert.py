@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import optax
 import pytest
 from comparison import as_bits, avals
 from slow_cases import mostly_slow
-from steps import take_steps
+from steps import take_rounded_steps, take_steps
 
 import optax_mp
 from optax_mp.compact._codes import decode
@@ -203,3 +204,56 @@ def test_moments_of_rounded_params_stay_float32():
     rounded = optax_mp.stochastic_rounding(adamw)
     state = optax_mp.convert_opt_state(rounded.init(params), params, rounded, adamw)
     assert state[0].mu["w"].dtype == jnp.float32
+
+
+def test_a_state_without_its_counter_is_refused():
+    """As it was before the last bit was rounded at random."""
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), storage=optax_mp.Split(8))
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    old = tx.init(params)._replace(step_count=None)
+    message = r"convert_opt_state: expected a state with `step_count`.*pass `state._rep"
+    with pytest.raises(ValueError, match=message):
+        optax_mp.convert_opt_state(old, params, tx, tx)
+
+
+@pytest.mark.parametrize("params", [jnp.float32(0.5), {"a": jnp.ones(2, "complex64")}])
+@pytest.mark.filterwarnings("ignore:mixed_precision. the storage")
+def test_params_that_are_their_own_masters_have_none_in_any_storage(params):
+    split, full = (
+        optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(adamw, storage=storage))
+        for storage in (optax_mp.Split(16), optax_mp.FullCopy())
+    )
+    state = split.init(params)
+    assert optax_mp.memory_report(state, params).by_role().get("masters", 0) == 0
+    converted = optax_mp.convert_opt_state(state, params, split, full)
+    assert avals(converted) == avals(full.init(params))
+
+
+def test_a_master_that_does_not_round_to_its_param_is_not_split():
+    """Beside a param that misses its master a remainder does not fit."""
+    sgd = optax.sgd(1.0)
+    tx = optax_mp.mixed_precision(sgd)
+    params, state = take_rounded_steps(tx)
+    masters = state.master_params["w"]
+    split = optax_mp.mixed_precision(sgd, storage=optax_mp.Split(16))
+    message = r"master of \['w'\] to round to the param, .* misses its master by"
+    with pytest.raises(ValueError, match=message):
+        optax_mp.convert_opt_state(state, params, tx, split)
+    cast = optax_mp.cast_floating(state.master_params, "bfloat16")
+    converted = optax_mp.convert_opt_state(state, cast, tx, split)
+    # `Split` rounds ties away from zero, the cast to even.
+    found = optax_mp.master_params(converted, cast)["w"]
+    np.testing.assert_array_max_ulp(found, np.asarray(masters), maxulp=1)
+    scaled = optax_mp.dynamic_loss_scale(tx)
+    found = optax_mp.convert_opt_state(state, params, tx, scaled)
+    assert as_bits(found.inner_state) == as_bits(state) and not state.last_exact
+
+
+def test_a_state_may_be_of_params_that_were_cast_before():
+    """Its masters are replaced, so that they do not begin from rounded weights."""
+    cast = {"w": jnp.ones(2, jnp.bfloat16)}
+    tx = masters(optax.sgd(0.1))
+    state = tx.init({"w": jnp.ones(2)})
+    with warnings.catch_warnings(action="error"):
+        found = optax_mp.convert_opt_state(state, cast, tx, tx)
+    assert as_bits(found) == as_bits(state)

@@ -7,9 +7,9 @@ import pytest
 from comparison import as_bits
 from reference import code_sizes, line_codes, line_scales, line_values, whole_lines
 
-from optax_mp._random_numbers import rounding_keys
 from optax_mp.compact._codes import decode, encode, zeros_in
 from optax_mp.compact._quantized import Code, choose_lines
+from optax_mp.core._random_numbers import rounding_keys
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
 # Each rounding with a signed and an unsigned dtype, and with either width.

@@ -81,6 +81,7 @@ AROUND = {
     "a chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
     "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
     "a jit": lambda tx: optax.GradientTransformationExtraArgs(
         tx.init, jax.jit(optax.with_extra_args_support(tx).update)
     ),
@@ -100,15 +101,6 @@ AROUND = {
 )
 def test_positions_and_histories_stay(name, around):
     tx = AROUND[around](POSITIONS_AND_HISTORIES[name]())
-    assert codes_of(tx) == {}
-
-
-# optax.MultiSteps hands no function to `lax.cond`, as a line search needs it.
-@pytest.mark.parametrize(
-    "name", [x for x in POSITIONS_AND_HISTORIES if x != "lbfgs with a line search"]
-)
-def test_in_multi_steps_they_stay_too(name):
-    tx = optax.MultiSteps(POSITIONS_AND_HISTORIES[name](), 2)
     assert codes_of(tx) == {}
 
 

@@ -8,11 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optax_mp._random_numbers import (
-    round_stochastically,
-    rounding_keys,
-    uniform_numbers,
-)
+from optax_mp.compact._rounding import round_stochastically
+from optax_mp.core._random_numbers import rounding_keys, uniform_numbers
 
 BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 round_jitted = jax.jit(round_stochastically, static_argnums=1)

@@ -2,8 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from comparison import as_bits
 from host_memory import (
@@ -86,16 +84,6 @@ def test_a_conversion_puts_each_array_where_the_new_form_has_it(run, to):
         got = optax_mp.convert_opt_state(start, params, from_tx, to_tx)
         assert as_bits(got) == as_bits(want)
         assert memory_of(got) == memory
-
-
-def test_checkpoints_are_checked(run):
-    inner, params, _, state = run
-    for template in (hosted(inner).init(params), inner.init(params)):
-        optax_mp.check_checkpoint(state, template)
-        optax_mp.check_checkpoint(jax.tree.map(np.asarray, state), template)
-    other = masters(optax.sgd(0.1, momentum=0.9)).init(params)
-    with pytest.raises(ValueError, match="check_checkpoint"):
-        optax_mp.check_checkpoint(state, other)
 
 
 def test_metrics_are_those_of_the_same_state_on_the_device():

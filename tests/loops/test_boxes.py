@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from loop_forms import FORMS
 from slow_cases import mostly_slow
@@ -87,7 +86,7 @@ def params_in(box):
     [
         (Opaque, "5.1 bytes"),
         (named, "5.1 bytes"),
-        *((Opaque, form) for form in ("Split", "two arrays", "16 bits", "scaled")),
+        *((Opaque, form) for form in ("Split", "16 bits", "scaled")),
     ],
     lambda box, form: form in ("5.1 bytes", "Split"),
 )
@@ -110,22 +109,14 @@ def test_any_box_holds_one_array(box, form):
     jax.tree.map(check, new_state, is_leaf=lambda x: isinstance(x, Opaque | Named))
 
 
-def test_scales_have_the_axes_of_the_param():
-    state = FORMS["5.1 bytes"].init(params_in(named))
-    scales = state.inner_state.inner_state[0].nu["w"].scales
-    assert scales.axes == (Axis("axis0", 128), Axis("axis1_scales", 1))
-    assert state.master_params["norm"] == optax.MaskedNode()
-
-
-def test_a_box_of_one_shape_keeps_its_array():
-    tx, params = FORMS["5.1 bytes"], params_in(Stubborn)
-    message = (
-        r"'w'\].*, float32\[128,256\], in .*, got a Stubborn, which takes no scales"
-    )
-    with pytest.warns(optax_mp.MixedPrecisionWarning, match=message):
-        nu = tx.init(params).inner_state.inner_state[0].nu["w"]
-    assert isinstance(nu, Stubborn)
-    assert nu.array.dtype == jnp.float32
+@pytest.mark.parametrize("box", [named, Stubborn])
+def test_scales_stand_alone_where_a_box_takes_one_shape(box):
+    """It knows the sizes of its axes, or takes nothing else."""
+    state = FORMS["5.1 bytes"].init(params_in(box))
+    nu = state.inner_state.inner_state[0].nu["w"]
+    assert type(nu.codes) is type(box(jnp.ones((128, 256))))
+    assert isinstance(nu.scales, jax.Array)
+    assert nu.scales.shape == (128, 1)
 
 
 def test_a_module_of_one_array_is_quantized():

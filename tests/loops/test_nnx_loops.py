@@ -13,7 +13,7 @@ import optax_mp
 
 nnx = recent_nnx()
 # Of one array for each param, of two, of codes and scales, and with all around them.
-STRUCTURES = "FullCopy", "two arrays", "5.1 bytes", "accumulated"
+STRUCTURES = "FullCopy", "5.1 bytes", "accumulated"
 
 
 class Net(nnx.Module):

@@ -105,6 +105,23 @@ def test_the_end_of_an_accumulation_is_seen_through_all_wrappers():
     assert seen == [False, True, False, True]
 
 
+def test_micro_batches_are_summed_in_float32_and_a_bad_one_skips_the_step():
+    names = names_of("recipes.md", "accumulated_step")
+    params, state = names["params"], names["opt_state"]
+    x = jax.random.normal(jax.random.key(0), (256, 64), jnp.bfloat16)
+    _, grads = jax.jit(names["over_micro_batches"])(state, params, x)
+    each = [
+        jax.jit(names["value_and_grad"])(state, params, x[i::64])[1]["w"]
+        for i in range(64)
+    ]
+    mean = np.mean(np.asarray(each, np.float64), 0)
+    assert np.linalg.norm(grads["w"] - mean) < 1e-6 * np.linalg.norm(mean)
+    copies = jax.tree.map(jnp.copy, (params, state))
+    after, skipped, _ = names["accumulated_step"](*copies, x.at[7].set(jnp.nan))
+    assert as_bits(after) == as_bits(params)
+    assert as_bits(skipped.inner_state) == as_bits(state.inner_state)
+
+
 def test_a_line_search_goes_on_from_its_results_at_masters():
     names = names_of("recipes.md", "line_search_step")
     assert names["line_search_step"]._cache_size() == 1

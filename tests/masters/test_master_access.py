@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
+from promises import check_params_are_read_where_no_masters_are
 
 import optax_mp
 
@@ -61,27 +62,11 @@ def test_masters_are_found_and_replaced(nesting):
     assert as_bits(back) == as_bits(state)
 
 
-WITHOUT_MASTERS = {
-    "sgd": lambda: optax.sgd(0.1),
-    "loss scale": lambda: optax_mp.dynamic_loss_scale(optax.adam(0.1)),
-    "low_bit_state": lambda: optax_mp.low_bit_state(optax.adam(0.1)),
-}
-
-
-@pytest.mark.parametrize("form", WITHOUT_MASTERS)
-def test_without_masters_the_params_are_returned_in_float32(form):
-    params = PARAMS | {"none": None, "text": "a name", "half": jnp.float16(0.1)}
-    arrays = {name: x for name, x in params.items() if name not in ("none", "text")}
-    state = WITHOUT_MASTERS[form]().init(arrays)
-    found = optax_mp.master_params(state, params)
-    assert jax.tree.structure(found) == jax.tree.structure(params)
-    expected = jax.tree.map(
-        lambda x: np.asarray(x, np.float32) if x.dtype != np.int32 else x, arrays
-    )
-    assert as_bits({name: found[name] for name in arrays}) == as_bits(expected)
-    assert found["text"] == "a name"
-    jitted = jax.jit(optax_mp.master_params)(state, arrays)
-    assert as_bits(jitted) == as_bits(expected)
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_without_masters_the_params_are_returned_in_float32(is_scaled):
+    tx = optax.adam(0.1)
+    tx = optax_mp.dynamic_loss_scale(tx) if is_scaled else tx
+    check_params_are_read_where_no_masters_are(tx)
 
 
 def test_without_masters_wider_params_stay(x64):
@@ -150,7 +135,6 @@ def test_what_reads_weights_returns_arrays_of_its_own(bits):
     read = (
         optax_mp.master_params(state, params),
         policy.cast_to_param(params),
-        optax_mp.metrics(state),
         optax_mp.loss_scale(state),
     )
     for array in jax.tree.leaves((params, state)):

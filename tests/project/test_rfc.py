@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from comparison import as_bits, avals
 from slow_cases import mostly_slow
 
@@ -80,7 +79,6 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:mixed_precision. .inner. does not train")
 @mostly_slow(("name", "dtype", "how"), CASES, lambda *case: case == DEFAULT)
 def test_the_proposal_is_mixed_precision_bit_for_bit(name, dtype, how):
     params = params_in(dtype)

@@ -1,7 +1,5 @@
 """gradient_range_report against casts by NumPy and by XLA."""
 
-import html
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,36 +149,14 @@ def test_bad_input_is_an_error_that_names_it(grads):
             report.in_format("f16", loss_scale=scale)
 
 
-REPORTS = {
-    "gradient_range": lambda p: optax_mp.gradient_range_report(p),
-    "update": lambda p: optax_mp.update_report(p, p),
-    "memory": lambda p: optax_mp.memory_report(optax.trace(0.9).init(p), p),
-    "precision": lambda p: optax_mp.precision_report(product, p),
-    "amp": lambda p: optax_mp.amp_report(product, p),
-}
-ADAM = optax.adam(0.1)
-LONG = "<a & b>" * 20
-
-
-def product(params):
-    return params[LONG].astype(jnp.bfloat16) @ params[LONG]
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_a_report_is_a_table_in_a_notebook(name):
-    shown = REPORTS[name]({LONG: jnp.linspace(0.1, 1, 16).reshape(4, 4)})._repr_html_()
-    assert shown.count("<table><tr><th") == shown.count("</td></tr></table>") == 1
-    assert "<a" not in shown
-    assert (html.escape(LONG) in shown) == (name not in ("memory", "amp"))
-
-
 def test_reports_draw_their_bars():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     params = {"w": jnp.array([0.0, 1e-9, 0.3, 3e5], jnp.float32)}
     axes = optax_mp.gradient_range_report(params).plot()
     heights = {x.get_x(): x.get_height() for x in axes.patches if x.get_height()}
     assert heights == {-30: 25, -2: 25, 18: 25}
-    for tx, total in ((optax_mp.mixed_precision(ADAM), 14), (ADAM, 6)):
+    adam = optax.adam(0.1)
+    for tx, total in ((optax_mp.mixed_precision(adam), 14), (adam, 6)):
         params = {"w": jnp.ones(4096, jnp.bfloat16)}
         report = optax_mp.memory_report(tx.init(params), params)
         drawn = report.plot(pyplot.subplots()[1])

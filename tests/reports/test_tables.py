@@ -1,25 +1,34 @@
 """Tables of reports: what tells rows apart is in them."""
 
+import jax.numpy as jnp
+
+import optax_mp
 from optax_mp._table import Table
 
 PATHS = [
-    f"['params']['decoder']['layers'][{i}]{rest}"
+    f"['params']['decoder']['layers'][{i}]['attention']['query']['kernel']"
     for i in (0, 1)
-    for rest in ("['attention']['query']['kernel'] and 3 more", "['norm']")
 ]
 
 
-def test_a_long_path_keeps_the_keys_that_tell_it_apart():
-    table = Table([["param"], *([path] for path in PATHS)], width=20)
-    # What no two may share is wider, and then there is room for the others.
-    assert table.as_text().splitlines()[1:] == [
-        "...[0]['attention']['query']['kernel'] and 3 more",
-        "['params']['decoder']['layers'][0]['norm']",
-        "...[1]['attention']['query']['kernel'] and 3 more",
-        "['params']['decoder']['layers'][1]['norm']",
+def test_columns_are_aligned():
+    table = Table(
+        [("role", "of", "bytes"), ("mu", "a", "8"), ("params", "bc", "16")], 2
+    )
+    assert str(table).splitlines() == [
+        "role    of  bytes",
+        "mu      a       8",
+        "params  bc     16",
     ]
 
 
-def test_a_long_text_without_keys_keeps_its_end():
-    table = Table([["place"], ["a long text " * 9 + "at its end"]], width=20)
-    assert table.as_text().splitlines()[1] == "...g text at its end"
+def test_a_path_is_whole_in_the_reports_of_leaves():
+    params = {"params": {"decoder": {"layers": [
+        {"attention": {"query": {"kernel": jnp.ones(3)}}} for _ in PATHS
+    ]}}}  # fmt: skip
+    for report in (
+        optax_mp.gradient_range_report(params),
+        optax_mp.update_report(params, params),
+    ):
+        rows = str(report).splitlines()[2:4]
+        assert [row.split("  ")[0] for row in rows] == PATHS

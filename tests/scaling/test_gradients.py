@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from comparison import as_bits
 from scaled_losses import (
@@ -186,3 +187,30 @@ def test_leaves_that_are_no_floats_get_none():
     assert not jax.tree.leaves(others)
     assert others.keys() == tree.keys() - {"w"}
     assert grads["w"].dtype == jnp.float32
+
+
+def test_a_call_is_judged_by_what_it_does_itself():
+    """Neither by the dtypes of an earlier call, nor by a loss that scaled itself then."""
+    scales = [True]
+
+    def loss(x):
+        value = (x**2).sum()
+        return optax_mp.StaticLossScale(2.0).scale(value) if scales.pop() else value
+
+    f = optax_mp.value_and_grad(lambda x: (x**2).sum())
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="computed in float16"):
+        f(optax.EmptyState(), jnp.ones(2, jnp.float16))
+    f(optax.EmptyState(), jnp.ones(2, jnp.bfloat16))  # a warning would be an error
+    state = optax_mp.static_loss_scale(optax.sgd(0.1), 8.0).init(jnp.ones(2))
+    g = optax_mp.value_and_grad(loss)
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="scales it once more"):
+        g(state, jnp.ones(2))
+    scales.append(False)
+    g(state, jnp.ones(2))
+
+
+def test_no_loss_scale_scales_nothing():
+    """Beside a loss scale in the state it is right."""
+    state = optax_mp.static_loss_scale(optax.sgd(0.1), 8.0).init(jnp.ones(2))
+    none = optax_mp.NoOpLossScale()
+    optax_mp.value_and_grad(lambda x: none.scale((x**2).sum()))(state, jnp.ones(2))

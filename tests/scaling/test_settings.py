@@ -84,20 +84,3 @@ def test_a_wrong_inner_or_state_is_named(factory):
     expected = f"^{factory.__name__}: expected `state` to be the LossS.*, got a "
     with pytest.raises(TypeError, match=expected):
         factory(optax.sgd(0.1)).update(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)))
-
-
-@pytest.mark.parametrize(
-    ("factory", "guess", "remedy"),
-    [
-        (FACTORIES[0], "backoff", "pass `backoff_factor`"),
-        (FACTORIES[0], "growth", "pass `growth_factor`"),
-        (FACTORIES[0], "initial_scale", "pass `init_scale`"),
-        (FACTORIES[0], "enabled", "leave `dynamic_loss_scale` out where .* float16"),
-        (FACTORIES[0], "xyz", "pass one of these"),
-        (FACTORIES[1], "init_scale", "pass `scale`"),
-    ],
-)
-def test_an_unknown_keyword_names_the_right_one(factory, guess, remedy):
-    start = f"^{factory.__name__}: expected keywords among inner, "
-    with pytest.raises(TypeError, match=rf"{start}.*, got `{guess}`; {remedy}\.$"):
-        factory(optax.sgd(0.1), **{guess: 2.0})

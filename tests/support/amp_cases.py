@@ -1,7 +1,7 @@
 """Small functions of every kind that amp meets, and a reader of what it made of them."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax, shard_map
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
+from programs import Operation, operations
 
 import optax_mp
 
@@ -415,39 +416,6 @@ def objective(fun: Callable[..., Any]) -> Callable[..., Any]:
         return total, outputs
 
     return scalar
-
-
-class Operation(NamedTuple):
-    """An equation, with the scopes of those that it is inside of."""
-
-    name: str
-    scopes: str
-    equation: Any
-
-    @property
-    def inputs(self) -> list[Any]:
-        return [_dtype(atom) for atom in self.equation.invars]
-
-    @property
-    def outputs(self) -> list[Any]:
-        return [_dtype(atom) for atom in self.equation.outvars]
-
-
-def _dtype(atom: Any) -> Any:
-    return getattr(atom.aval, "dtype", None)
-
-
-def operations(jaxpr: Any, scopes: str = "") -> Iterator[Operation]:
-    """Yield every equation, in inner jaxprs as well, but not in kernels."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        inside = f"{scopes}/{equation.source_info.name_stack}"
-        yield Operation(equation.primitive.name, inside, equation)
-        if equation.primitive.name == "pallas_call":
-            continue
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from operations(inner, inside)
 
 
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}

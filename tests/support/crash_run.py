@@ -61,7 +61,6 @@ def restored(manager, step):
     template = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start()
     )
-    optax_mp.check_checkpoint(manager.item_metadata(step), template)
     return manager.restore(step, args=ocp.args.StandardRestore(template))
 
 

@@ -1,7 +1,6 @@
 """The forms in which loops of frameworks keep their optimizer's state."""
 
 import optax
-from own_storages import TwoBfloat16
 
 from optax_mp import (
     Split,
@@ -16,7 +15,6 @@ _FORMS = {
     "bare": ADAMW,
     "FullCopy": mixed_precision(ADAMW),
     "Split": mixed_precision(ADAMW, storage=Split()),
-    "two arrays": mixed_precision(ADAMW, storage=TwoBfloat16()),
     "5.1 bytes": mixed_precision(low_bit_state(ADAMW), storage=Split(bits=8)),
     "16 bits": mixed_precision(low_bit_state(ADAMW, bits=16)),
     "chance": stochastic_rounding(low_bit_state(ADAMW)),

@@ -145,11 +145,11 @@ class LossScaleRule:
         self.events = dict.fromkeys(("grew", "capped", "held", "shrank", "floored"), 0)
 
     def step(self, kind):
-        """Move on by one step: "." finite, "x" overflow, "d" some dropped, "n" NaN loss.
+        """Move on by one step: "." finite, "x" overflow, "n" NaN loss.
 
-        The last two leave the scale as it is.
+        The last leaves the scale as it is.
         """
-        self.skipped_count = 0 if kind in ".d" else self.skipped_count + 1
+        self.skipped_count = 0 if kind == "." else self.skipped_count + 1
         self.total_skipped_count += kind in "xn"
         self.finite_count = self.finite_count + 1 if kind == "." else 0
         if kind == ".":

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from own_storages import TwoBfloat16
 from steps import by_update
 
 import optax_mp
@@ -39,9 +38,8 @@ UNSCALED = {
     "chance": masters(optax.chain(CHANCE, adamw)),
     "float16": masters(adamw, storage=optax_mp.Split(16)),
     "float8": masters(adamw, update_dtype="params"),
-    "own storage": masters(adamw, storage=TwoBfloat16()),
 }
-UNSCALED["average"] = optax_mp.with_average(UNSCALED["5.1 bytes"], 0.5, every=2)
+UNSCALED["average"] = optax_mp.with_average(UNSCALED["5.1 bytes"], 0.5)
 SCALED = {
     f"scaled {name}": optax_mp.dynamic_loss_scale(tx, init_scale=8.0, growth_interval=3)
     for name, tx in UNSCALED.items()

