@@ -1,5 +1,7 @@
 """Names of dtypes, and rounding against ml_dtypes' own casts."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,3 +123,12 @@ def test_a_cast_from_bfloat16_to_float16_saturates():
     x = jnp.array([7e4, -7e4, jnp.inf, 1.0], jnp.bfloat16)
     expected = [65504.0, -65504.0, np.inf, 1.0]
     assert saturating_cast(x, jnp.float16).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_rounding_is_the_identity_for_derivatives(dtype):
+    """Also where numbers are so small that they are rounded to multiples."""
+    tiny = float(jnp.finfo(dtype).smallest_normal)
+    x = jnp.array([1.01, -0.3, 0.4 * tiny, -0.6 * tiny])
+    _, slope = jax.jvp(partial(round_to, dtype=dtype), (x,), (jnp.ones_like(x),))
+    np.testing.assert_array_equal(slope, 1)

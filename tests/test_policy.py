@@ -6,6 +6,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_mp
@@ -119,6 +120,81 @@ def test_exceptions_are_raised_to_float32_from_half():
     policy = optax_mp.get_policy("bf16", keep_f32="*norm*")
     half = optax_mp.cast_floating(PARAMS, "bf16")
     assert policy.cast_to_compute(half)["final_norm"]["scale"].dtype == jnp.float32
+
+
+# Patterns that match too little
+
+
+def norm(size=4):
+    return {"scale": jnp.ones(size), "bias": jnp.ones(size)}
+
+
+BLOCK = {"norm": norm(8), "kernel": jnp.ones((4, 8))}
+NET = {"norm": norm(), "blocks": {"0": BLOCK, "1": BLOCK}, "out": jnp.ones((4, 3))}
+STACKED = {"norm": norm(), "blocks": {"norm": jax.tree.map(lambda x: x[None], norm())}}
+HEADS = {
+    "out": {"kernel": jnp.ones((4, 99)), "bias": jnp.ones(99)},
+    "attention": {"out": {"kernel": jnp.ones((2, 2, 4)), "bias": jnp.ones(4)}},
+}
+LEFT = {
+    "norms": (NET, "norm/*", r"'blocks/0/norm/bias', .* 'blocks/1/norm/bias' and 1 more"),
+    "one of them": (NET, "norm/scale", "'blocks/0/norm/scale', 'blocks/1/norm/scale';"),
+    "a prefix": (NET, "norm*", "and 1 more; match all of them with '[*]norm[*]'"),
+    "letters": ({"Norm": norm(), "a": {"norm": norm()}}, "norm/*", "'a/norm/bias'"),
+    "a stack": (STACKED, "norm/*", "'blocks/norm/bias', 'blocks/norm/scale';"),
+    "an exact path": ({"norm": jnp.ones(2), "a": [{"norm": jnp.ones(2)}]},) + (
+        "norm", "'a/0/norm'",
+    ),
+    "further in": ({"a": NET, "b": {"a": NET}}, "a/norm/*", "'b/a/norm/bias'"),
+    "by the box": ({"n": {"value": jnp.ones(2)}, "a": {"n": {"value": jnp.ones(2)}}},) + (
+        "n", "'a/n';",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_a_pattern_that_matches_only_the_outermost_says_what_it_leaves(case):
+    tree, pattern, left = LEFT[case]
+    policy = optax_mp.get_policy("bf16", keep_f32=(pattern,))
+    casts = {
+        "mixed_precision": optax_mp.mixed_precision(
+            optax.sgd(0.1), param_dtype=policy
+        ).init,
+        "Policy.cast_to_param": policy.cast_to_param,
+    }
+    for name, cast in casts.items():
+        message = f"^{name}: the pattern .* matches '.*', but not .*{left}"
+        with pytest.warns(optax_mp.MixedPrecisionWarning, match=message) as caught:
+            cast(tree)
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("tree", "patterns"),
+    [
+        *((NET, (x,)) for x in ("*norm*", "*norm/*", "blocks/*/norm/*", "blocks/0/*")),
+        ({"n": {"value": jnp.ones(2)}}, ("n/value",)),
+        # Another pattern keeps what one leaves.
+        (NET, ("norm/*", "blocks/*/norm/*")),
+        # Layers of one name that are not alike, and numbers.
+        (HEADS, ("out/*",)),
+        ({"scale": jnp.float32(1), "norm": norm()}, ("scale",)),
+        # A name that ends in the same letters is another key.
+        ({"norm": norm(), "subnorm": norm()}, ("norm/*",)),
+        # Integers and absent leaves.
+        ({"norm": jnp.ones(2), "a": {"norm": jnp.ones(2, int)}}, ("norm",)),
+        ({"norm": jnp.ones(2), "a": {"norm": jnp.ones(2)}, "b": None}, ("norm",)),
+    ],
+)
+def test_a_pattern_that_chooses_is_not_warned_of(tree, patterns):
+    optax_mp.get_policy("bf16", keep_f32=patterns).cast_to_param(tree)
+
+
+def test_a_function_may_keep_the_outermost_alone():
+    policy = optax_mp.get_policy("bf16", keep_f32=lambda p, _: p.startswith("norm/"))
+    tree = policy.cast_to_param(NET)
+    assert tree["norm"]["bias"].dtype == jnp.float32
+    assert tree["blocks"]["0"]["norm"]["bias"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("keep_f32", [3, (jnp.ones,), None])

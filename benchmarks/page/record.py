@@ -73,7 +73,8 @@ class Record:
         command: what to type for the same again.
         tables: rows by the title of their table.
         seconds: how long the run took; None in older files.
-        fingerprints: of the forms that tables name; None in older files.
+        fingerprints: of the forms that tables name, on the platforms that the result is
+            about; None in older files.
     """
 
     date: str
@@ -183,11 +184,11 @@ def finish(
     versions = {name: metadata.version(name) for name in packages} | commit()
     date = time.strftime("%Y-%m-%d")
     seconds = time.monotonic() - BEGAN
-    import fingerprints as forms  # which imports JAX
+    import fingerprints  # which imports JAX
 
-    now = forms.fingerprints()
-    made = {name: now[name] for name in forms.forms_in(tables)}
-    write(path, Record(date, machine, versions, this_command(), tables, seconds, made))
+    command = this_command()
+    made = fingerprints.of_result(machine, command, tables)
+    write(path, Record(date, machine, versions, command, tables, seconds, made))
 
 
 def installed(packages: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from optax_mp.autocast._changes import check_function, pure_call
 from optax_mp.autocast._lattice import full_precisions
 from optax_mp.autocast._run import Interpreter
 from optax_mp.core._warnings import record_event, warn
+from optax_mp.core.jax_api._jaxpr import open_jaxpr
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -33,8 +34,9 @@ def amp(
 
     Params stay float32. Every use of a weight casts it again, so that the gradients of
     its uses are summed in float32. Casts in the function itself are honoured, and so is
-    `precision=HIGHEST`. Operations that amp does not know run as written. A function
-    with nothing to change runs as it is.
+    `precision=HIGHEST`. Operations that amp does not know run as written, with a
+    warning if they have products inside. A function with nothing to change runs as it
+    is.
 
     Args:
         fun: any function that JAX can trace. Arrays among its arguments are traced;
@@ -106,7 +108,7 @@ def amp(
         for text in warnings:
             warn(f"amp: {text}")
         values = interpreter.run(traced.closed, plan, traced.arrays)
-        outvars = traced.closed.jaxpr.outvars
+        outvars = open_jaxpr(traced.closed)[0].outvars
         values = interpreter.cast_all(values, full_precisions(outvars), outvars)
         result, changes = traced.unflatten(values)
         call.write_back(changes)

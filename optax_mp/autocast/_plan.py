@@ -8,7 +8,7 @@ again until nothing changes: a fix-point.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from optax_mp.core.jax_api import _jaxpr
 from optax_mp.core.jax_api._extend import Jaxpr
 from optax_mp.jaxprs import _tracing
 from optax_mp.jaxprs._control_flow import Region, wiring_of
+from optax_mp.jaxprs._hidden import name_of
 from optax_mp.jaxprs._primitives import MOVES, REPEATS
 from optax_mp.jaxprs._source import source_line
 
@@ -106,6 +107,21 @@ class Site(NamedTuple):
         # A function of JAX has a line only where it is called.
         lines = map(source_line, (self.equation, *self.around))
         return next(filter(None, lines), "")
+
+
+def warnings_of_unknown(sites: Iterable[Site]) -> tuple[str, ...]:
+    """Return a warning of each operation whose products amp does not know to change."""
+    unknown = (x for x in sites if x.action.why == "unknown")
+    return tuple(dict.fromkeys(map(_warning_of_unknown, unknown)))
+
+
+def _warning_of_unknown(site: Site) -> str:
+    where = f"{name_of(site.equation)} {site.line}".rstrip()
+    return (
+        "expected operations whose products it can run in 16 bits, got "
+        f"{where}, which it does not know: its products stay float32; use another "
+        "operation, or put it into `amp_stop()` if that is meant."
+    )
 
 
 class Planner:

@@ -21,8 +21,8 @@ from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import LOW, takes_part
 from optax_mp.autocast._run import Interpreter
 from optax_mp.core.jax_api import _jaxpr
+from optax_mp.jaxprs._control_flow import inner_jaxprs
 from optax_mp.jaxprs._primitives import is_product
-from optax_mp.jaxprs._search import jaxprs_within
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class AmpOperation:
         why: the reason: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
             `"literal"` (the compute dtype cannot hold it), `"sink"` (everything that
             reads it computes in float32), `"precision"`, `"parameters"` or `"cast"` (as
-            the user wrote it).
+            the user wrote it), or `"unknown"` (amp does not know the operation, which
+            has products inside).
         count: the number of such equations; the body of a loop counts once.
 
     Example:
@@ -61,7 +62,8 @@ class AmpReport(Report):
         operations: how each operation ran, in the order of the function.
         error: the relative error of the function's outputs, compared with float32; NaN
             if it was not measured, because the function has side effects.
-        warnings: of names in the rules that occur nowhere.
+        warnings: of names in the rules that occur nowhere, and of operations that amp
+            does not know.
 
     Example:
         >>> import jax.numpy as jnp
@@ -172,7 +174,7 @@ def _products_within(site: _plan.Site) -> Iterator[_plan.Site]:
     Such are products of a linear solver, of a kernel, and of a loop in `amp_stop`.
     """
     action = _plan.Action("bind", (), (), "as_written", site.action.why)
-    for jaxpr in jaxprs_within(site.equation):
+    for jaxpr in inner_jaxprs(site.equation):
         for equation in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
             inner = _plan.Site(equation, action, (site.equation, *site.around))
             if is_product(equation):

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -19,7 +20,7 @@ from optax_mp.core import _dtypes
 from optax_mp.core.jax_api._arrays import describe
 from optax_mp.core.jax_api._jaxpr import Equation, is_literal
 from optax_mp.jaxprs import _primitives
-from optax_mp.jaxprs._control_flow import WITH_REGIONS, can_convert
+from optax_mp.jaxprs._control_flow import WITH_REGIONS, can_convert, hides_product
 from optax_mp.jaxprs._search import jaxprs_within
 from optax_mp.jaxprs._source import scopes
 
@@ -31,6 +32,7 @@ _NO_8_BITS = (
     "amp has no products in 8 bits, which move more bytes than in bfloat16: use "
     "bfloat16, or for 8 bits qwix, Transformer Engine or flax.linen.Fp8DotGeneralOp."
 )
+_WIDE = (np.float32, np.float64)
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
 STOP = "amp_stop"
@@ -47,7 +49,8 @@ default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     # No rule is listed for scatters, which may sum many small gradients in one place;
     # products of sparse matrices, which are scatters inside; reductions by a function;
     # random bits, fft, linear algebra, kernels and callbacks, which have no 16-bit form
-    # that is safe.
+    # that is safe. Those that are, and have products inside, raise no warning.
+    | dict.fromkeys(("custom_linear_solve", "pallas_call", "ffi_call"), "as_written")
     | {DEFAULT: "as_written"}
 )
 
@@ -139,6 +142,8 @@ class Rules:
             if equation.primitive.name == "convert_element_type":
                 return "cast", "cast"
         rule, why = self._named(equation, scope, adds_bias)
+        if self._is_unknown(equation, scope):
+            return "as_written", "unknown"
         if not any(map(takes_part, equation.invars)):
             return "as_written", "inputs"
         if rule in ("f32", "as_written") or (callable(rule) and why == "rule"):
@@ -178,6 +183,18 @@ class Rules:
             own = "f32" if self.compute_dtype == "float16" else "widest"
         return own, why
 
+    def _is_unknown(self, equation: Equation, scope: Rule | None) -> bool:
+        """Return whether amp leaves products that it does not know how to change."""
+        name = equation.primitive.name
+        if name in self._by_name or name in WITH_REGIONS:
+            return False
+        if scope in ("as_written", "f32") or not _has_float32(equation):
+            return False
+        return hides_product(
+            equation,
+            lambda x: _has_float32(x) and _is_free(x.params.get("precision")),
+        )
+
     def _can_be_low(self, atom: Any) -> bool:
         return takes_part(atom) or atom.aval.dtype == self.compute_dtype
 
@@ -185,6 +202,12 @@ class Rules:
 def scope_parts(name: str) -> tuple[str, ...]:
     """Return the names in `transpose(jvp(layer))/attention`, outermost first."""
     return tuple(re.findall(r"[^/()]+", name))
+
+
+def _has_float32(equation: Equation) -> bool:
+    """Return whether an equation reads or returns float32, also in a reference."""
+    atoms = (*equation.invars, *equation.outvars)
+    return any(getattr(x.aval, "dtype", None) in _WIDE for x in atoms)
 
 
 def _is_free(precision: Any) -> bool:

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from optax_mp.autocast import _lattice, _plan, _rules
 from optax_mp.autocast._changes import PureCall
 from optax_mp.autocast._derivatives import custom_jvp, custom_vjp
+from optax_mp.core._warnings import warn
 from optax_mp.core.jax_api import _jaxpr
 from optax_mp.core.jax_api._arrays import is_array
 from optax_mp.core.jax_api._extend import ClosedJaxpr
 from optax_mp.jaxprs import _control_flow, _tracing
 from optax_mp.jaxprs._dependence import depending_outputs
+from optax_mp.jaxprs._hidden import call_kind
 
 _WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 
@@ -38,15 +40,16 @@ class Interpreter:
     def trace(
         self, call: PureCall
     ) -> tuple[_jaxpr.TracedCall, _plan.Plan, tuple[str, ...]]:
-        """Return a traced call, the plan for it, and warnings of unknown names."""
+        """Return a traced call, the plan for it, and what to warn of."""
         # Traced in each call, because values that it closes over may have changed.
         traced = _jaxpr.TracedCall.of(lambda args: call.fun(*args), call.args)
-        jaxpr = traced.closed.jaxpr
+        jaxpr, _ = _jaxpr.open_jaxpr(traced.closed)
         plan = self._planner.plan(
             jaxpr, _lattice.argument_precisions(jaxpr.invars), None
         )
-        equations = (site.equation for site in plan.sites(jaxpr))
-        return traced, plan, self._rules.warnings_of_names(equations)
+        sites = list(plan.sites(jaxpr))
+        warnings = self._rules.warnings_of_names(site.equation for site in sites)
+        return traced, plan, (*warnings, *_plan.warnings_of_unknown(sites))
 
     def run(
         self, jaxpr: _jaxpr.AnyJaxpr, plan: _plan.Plan, args: Sequence[Any]
@@ -78,7 +81,7 @@ class Interpreter:
             outputs = _jaxpr.bind(equation, inputs, action.params)
             return self.cast_all(outputs, action.outputs, equation.outvars)
         # All others are regions.
-        if equation.primitive.name in _WITH_RULE:
+        if call_kind(equation) in _WITH_RULE:
             return self._run_with_rule(equation, action, inputs)
 
         def convert(region: _control_flow.Region, plan: _plan.Plan) -> ClosedJaxpr:
@@ -138,7 +141,7 @@ class Interpreter:
         cast_outputs = partial(
             self.cast_all, precisions=action.outputs, atoms=equation.outvars
         )
-        with_rule = _WITH_RULE[equation.primitive.name]
+        with_rule = _WITH_RULE[call_kind(equation)]
         interpret = partial(self._interpret, action.scope_rule)
         return with_rule(equation, call, cast_outputs, interpret)(*inputs)
 
@@ -167,7 +170,7 @@ class Interpreter:
         avals = map(_tracing.with_dtype, map(jax.typeof, leaves), expected)
         trace = jax.make_jaxpr(function, return_shape=True)
         closed, returned = trace(*treedef.unflatten(avals))
-        jaxpr = closed.jaxpr
+        jaxpr, _ = _jaxpr.open_jaxpr(closed)
         # `full` is None for a value that takes no part in amp.
         precisions = tuple(
             full and (_lattice.LOW if x.dtype == self._low else _lattice.FULL)
@@ -178,6 +181,8 @@ class Interpreter:
         # Neither arguments of the whole function nor readers of the outputs are
         # known here.
         plan = self._planner.plan(jaxpr, precisions, scope_rule)
+        for text in _plan.warnings_of_unknown(plan.sites(jaxpr)):
+            warn(f"amp: {text}")
         values = self.run(closed, plan, leaves)
         before_last = len(jax.tree.leaves(args[:-1]))
         is_last = [i >= before_last for i in range(len(leaves))]

@@ -1,6 +1,6 @@
 """with_average: a float32 average of the weights, in the optimizer state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,8 @@ from optax_mp.core import _dtypes
 from optax_mp.core._dtypes import at_least_float32, saturating_cast
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.jax_api._arrays import to_device_tree
-from optax_mp.core.masters._access import read_arguments, weights_of
+from optax_mp.core.masters import _access
+from optax_mp.core.masters._storage import MixedPrecisionState
 from optax_mp.core.scaling._rule import check_number
 from optax_mp.core.scaling._state import LossScaleState
 from optax_mp.core.trees import _states, _tree
@@ -119,7 +120,7 @@ def with_average(
     def init_fn(params: optax.Params) -> AverageState:
         inner_state = _tree.copy_shared(inner.init(params), params)
         leaves = Leaves.of(params, caller=_CALLER)
-        average = leaves.unflatten(map(_copy, weights_of(inner_state, leaves)))
+        average = leaves.unflatten(map(_copy, _first_weights(inner_state, leaves)))
         return AverageState(average, jnp.zeros((), jnp.int32), inner_state)
 
     def update_fn(
@@ -133,9 +134,9 @@ def with_average(
         )
         # An earlier link of a chain may also skip the step.
         taken = is_unmarked(updates, extra_args)
-        taken &= _was_taken(state.inner_state, inner_state)
-        leaves = Leaves.of(apply_updates(params, changes), caller=_CALLER)
-        weights = weights_of(inner_state, leaves)
+        taken &= _was_taken(state.inner_state, inner_state, changes)
+        leaves = Leaves.of(_after(params, changes), caller=_CALLER)
+        weights = _access.weights_of(inner_state, leaves)
         old = leaves.match(state.average, "the average in the state")
         share = _share_at(decay, state.step_count)
         new = [_move(x, y, share, taken) for x, y in zip(old, weights, strict=True)]
@@ -158,6 +159,43 @@ def _share_at(decay: float | Schedule, count: jax.Array) -> Any:
             f"got {_arrays.describe(share)}."
         )
     return share
+
+
+def _first_weights(inner_state: Any, params: Leaves) -> list[Any]:
+    """Return the weights that `init` was given, each beside its master.
+
+    Not the masters: with `Split` a param is part of its master only once it is cast.
+    """
+    weights = list(params.values)
+    for _, state in _states.find_states(inner_state, MixedPrecisionState):
+        stored = params.match(state.master_params, "the masters in `opt_state`")
+        for i, master in enumerate(stored):
+            if not is_absent(master):
+                dtype = at_least_float32(
+                    master.dtype if _dtypes.is_floating(master) else jnp.float32
+                )
+                weight = weights[i].astype(dtype)
+                weights[i] = _access.put_beside(weight, to_device_tree(master))
+    return weights
+
+
+def _after(params: optax.Params, changes: optax.Updates) -> optax.Params:
+    """Return the params after a step.
+
+    JAX adds a float of 8 bits to nothing else, so it is added in float32.
+    """
+
+    def widen(x: Any) -> Any:
+        is_narrow = _dtypes.is_floating(x) and _dtypes.bits(x.dtype) < 16
+        return x.astype(jnp.float32) if is_narrow else x
+
+    wide, changes = (jax.tree.map(widen, tree) for tree in (params, changes))
+    after = apply_updates(wide, changes)
+    return jax.tree.map(
+        lambda x, param: x.astype(param.dtype) if _dtypes.is_floating(x) else x,
+        after,
+        params,
+    )
 
 
 def _copy(weight: Any) -> Any:
@@ -183,17 +221,52 @@ def _move(average: Any, weight: Any, decay: Any, taken: Choice) -> Any:
     return moved if taken is True else lax.select(taken, moved, average)
 
 
-def _was_taken(before: Any, after: Any) -> Choice:
-    """Return whether wrappers inside took a step, as their states say."""
+def _was_taken(before: Any, after: Any, changes: Any) -> Choice:
+    """Return whether wrappers inside took a step, as their states say.
+
+    Args:
+        before: the state inside before the step.
+        after: the state inside after it.
+        changes: the updates.
+    """
     taken: Choice = True
-    for _, state in _states.find_states(
-        after, (LossScaleState, optax.ApplyIfFiniteState)
-    ):
+    for _, state in _states.find_states(after, LossScaleState):
         taken &= state.last_finite
-    steps = [_states.find_states(x, optax.MultiStepsState) for x in (before, after)]
-    for (_, old), (_, new) in zip(*steps, strict=True):
+    for at, old, new in _both(optax.ApplyIfFiniteState, before, after):
+        # After some bad steps it gives up, and its state does not say after how many.
+        gave_up = _numbers_differ(old.inner_state, new.inner_state)
+        # Zeros are the updates of a step that it skips. Beside others it made only some
+        # of them: then a step with NaN that it takes makes NaN.
+        gave_up |= ~_tree.all_finite(changes) if at else ~_all_zero(changes)
+        taken &= new.last_finite | gave_up
+    for _, old, new in _both(optax.MultiStepsState, before, after):
         taken &= new.gradient_step != old.gradient_step
     return taken
+
+
+def _both(kind: type, before: Any, after: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield path, old and new state for each state of a kind."""
+    found = [_states.find_states(x, kind) for x in (before, after)]
+    for (at, old), (_, new) in zip(*found, strict=True):
+        yield at, old, new
+
+
+def _numbers_differ(before: Any, after: Any) -> jax.Array:
+    """Return whether numbers of two states, such as counts, differ, as bool `[]`.
+
+    Not their arrays: to keep both costs as much memory as the state.
+    """
+    same = []
+    for old, new in zip(*map(jax.tree.leaves, (before, after)), strict=True):
+        if jnp.shape(new) == ():
+            is_nan = (old != old) & (new != new) if _dtypes.is_inexact(new) else False
+            same.append(jnp.asarray((old == new) | is_nan))
+    return ~_tree.all_true(same)
+
+
+def _all_zero(updates: Any) -> jax.Array:
+    leaves = [x for x in jax.tree.leaves(updates) if _dtypes.is_inexact(x)]
+    return _tree.all_true([(x == 0).all() for x in leaves])
 
 
 def average_params(
@@ -231,7 +304,7 @@ def average_params(
         'float32'
     """
     caller = "average_params"
-    opt_state, params, leaves = read_arguments(opt_state, params, caller)
+    opt_state, params, leaves = _access.read_arguments(opt_state, params, caller)
     found = _states.find_states(opt_state, AverageState)
     if not found:
         _states.check_classes(opt_state, caller)

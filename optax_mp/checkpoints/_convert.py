@@ -1,12 +1,14 @@
 """convert_opt_state: a run's state for another form of the same optimizer."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path
 
 from optax_mp.averages import AverageState
 from optax_mp.compact import LowBitState, Quantized, StochasticRoundingState
@@ -54,7 +56,9 @@ def convert_opt_state(
     Parts that only the new form has, such as a loss scale, start as in its `init`, and
     an average starts at the weights. A loss scale with another start or hysteresis
     starts again; new bounds hold from the next step on. Parts that only the old form
-    had are dropped.
+    had are dropped. Of averages around each other the innermost goes on as the
+    innermost, whatever its decay is: one that is put around them starts at the weights,
+    and the outermost is dropped first.
 
     This function does not change the params. Three conversions need that:
 
@@ -63,6 +67,10 @@ def convert_opt_state(
     - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
       the masters keep every bit, convert, then cast the params;
     - to plain float32: continue with `master_params(opt_state, params)` as the params.
+
+    Stacked states, as `jax.vmap(tx.init)` makes them for `release_gradients`, are
+    converted by `jax.vmap` as well. Their params are not checked then, as nothing is
+    under a trace: to `Split`, cast the masters first.
 
     Args:
         opt_state: the state of the run, made by `from_tx`. Or its `nnx.Optimizer`.
@@ -102,55 +110,76 @@ def convert_opt_state(
     for _, state in find_states(opt_state, _storage.MixedPrecisionState):
         _storage.counter_of(state, _CALLER)
     _check_made_by(opt_state, from_tx, params)
-    kept = {kind: [x for _, x in find_states(opt_state, kind)] for kind in _WRAPPERS}
-    has_masters = bool(kept[_storage.MixedPrecisionState])
+    with jax.numpy_dtype_promotion("standard"):
+        converted = _convert(opt_state, leaves, params, from_tx, to_tx)
+    # Arrays that were not changed are copied, so that all three can be donated.
+    return _tree.copy_shared(converted, (opt_state, params))
+
+
+def _convert(
+    opt_state: optax.OptState, leaves: Leaves, params: Any, from_tx: Any, to_tx: Any
+) -> optax.OptState:
+    """Return the state in the new form, which may share arrays with the old one."""
+    own = list(_wrappers_in(opt_state))
+    has_masters = any(
+        isinstance(x, _storage.MixedPrecisionState) and jax.tree.leaves(x.master_params)
+        for _, x in own
+    )
     weights = _masters(opt_state, leaves) if has_masters else params
-    if kept[StochasticRoundingState]:
-        weights = _tree.cast_floating(
-            weights, jnp.float32
-        )  # as the inner optimizer saw them
+    if any(isinstance(x, StochasticRoundingState) for _, x in own):
+        # As the inner optimizer saw them.
+        weights = _tree.cast_floating(weights, jnp.float32)
     with warnings.catch_warnings():
         # The run's masters will replace the ones made here from cast params.
         warnings.filterwarnings("ignore", "mixed_precision: param .* at `init`, which")
         template = to_tx.init(params)
-    kept[LossScaleState] = _adapt_scales(
-        kept[LossScaleState], from_tx, template, params
-    )
     if not find_states(template, _storage.MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(_arrays.to_device_tree(weights))
     name = "that of `to_tx`, which must have the same optimizer inside"
     inner = Leaves.of(_unwrap(template), caller=_CALLER, name=name)
-    own = _unwrap(opt_state)
-    values = inner.match_arrays(own, "the optimizer's part of `opt_state`")
-    filled = _fill(template, iter(values), _Wrappers(kept, weights, leaves))
-    if has_masters:
-        filled = _replace_masters(filled, weights, leaves)
-    # Arrays that were not changed are copied, so that all three can be donated.
-    return _tree.copy_shared(filled, (opt_state, params))
+    values = inner.match_arrays(
+        _unwrap(opt_state), "the optimizer's part of `opt_state`"
+    )
+    starts = _starts_of_scales(from_tx, params)
+    old = [_Old(at, x, starts.pop(0) if _is_scale(x) else []) for at, x in own]
+    new = list(_wrappers_in(template))
+    filled = _fill(template, iter(values), _Wrappers(old, new, weights, leaves))
+    return _replace_masters(filled, weights, leaves) if has_masters else filled
 
 
-def _adapt_scales(kept: list[Any], from_tx: Any, template: Any, params: Any) -> Any:
-    """Return the loss scales' states. Those whose settings changed start again.
+# What a loss scale starts with, by its settings. Its bounds are not among these.
+_STARTS = "scale", "finite_count", "hysteresis_left"
 
-    An old value may contradict a new constant. New bounds hold from the next step on.
-    """
-    names = "scale", "finite_count", "hysteresis_left"
 
-    def starts(state: Any) -> list[Any]:
-        states = find_states(state, LossScaleState)
-        return [[getattr(x, name) for name in names] for _, x in states]
+def _is_scale(state: Any) -> bool:
+    return isinstance(state, LossScaleState)
+
+
+def _starts_of_scales(tx: Any, params: Any) -> list[Any]:
+    """Return what each loss scale of a transformation starts with."""
+
+    def starts(params: Any) -> list[Any]:
+        states = find_states(tx.init(params), LossScaleState)
+        return [[getattr(state, name) for name in _STARTS] for _, state in states]
 
     # In one program, so that the rest of the state is not computed.
-    old = TracedCall.of(lambda params: starts(from_tx.init(params)), params).run()
+    return TracedCall.of(starts, params).run()
 
-    def adapt(state: Any, was: list[Any], now: list[Any]) -> Any:
-        is_kept = jnp.array(list(map(jnp.array_equal, was, now))).all()
-        pairs = zip(names, now, strict=True)
-        new = {x: jnp.where(is_kept, getattr(state, x), start) for x, start in pairs}
-        return state._replace(**new)
 
-    return list(map(adapt, kept, old, starts(template)))
+def _wrappers_in(
+    tree: _tree.PyTree, at: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the states of our wrappers, outermost first, each with its position.
+
+    That is its path in the state of the bare optimizer: wrappers around each other have
+    the same one, and so have those of two forms that are around the same.
+    """
+    nodes = tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, _WRAPPERS))
+    for path, node in nodes:
+        if isinstance(node, _WRAPPERS):
+            yield (*at, *path), node
+            yield from _wrappers_in(node.inner_state, (*at, *path))
 
 
 # State in host memory is brought to the device leaf by leaf and put back, so that the
@@ -178,26 +207,83 @@ def _unwrap(state: optax.OptState) -> _tree.PyTree:
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 
 
+@dataclass(frozen=True)
+class _Old:
+    """The state of a wrapper in the old form.
+
+    Attributes:
+        position: as `_wrappers_in` yields it.
+        state: the state.
+        starts: what it started with, if it is a loss scale.
+    """
+
+    position: tuple[Any, ...]
+    state: Any
+    starts: list[Any]
+
+
+def _match(
+    old: Sequence[_Old], new: Sequence[tuple[tuple[Any, ...], Any]], kind: type
+) -> list[_Old | None]:
+    """Return for each new wrapper of a kind the old one that goes on in it, or None.
+
+    That is the one at its position; of several around each other the innermost for the
+    innermost. If no new one is at an old one's position, it goes on in those within it,
+    or around it.
+    """
+    old = [x for x in old if isinstance(x.state, kind)]
+    positions = [at for at, x in new if isinstance(x, kind)]
+    moved = [x for x in old if x.position not in positions]
+    matched: list[_Old | None] = []
+    for i, at in enumerate(positions):
+        within = positions[i + 1 :].count(at)
+        same = [x for x in old if x.position == at]
+        if same:
+            matched.append(same[-1 - within] if within < len(same) else None)
+            continue
+        near = [x for x in moved if _is_within(at, x.position)]
+        near = near[-1:] or [x for x in moved if _is_within(x.position, at)]
+        matched.append(near[0] if near else None)
+    return matched
+
+
+def _is_within(inner: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
+    return inner[: len(outer)] == outer
+
+
 class _Wrappers:
     """The old wrappers' states, which fill in the new wrappers' states.
 
     Wrappers of one kind may be nested, or in the groups of a partition. Averages and
-    flags are matched by param. All other fields are matched in order, outermost first.
+    flags are matched by param, averages from the innermost on. All other fields are
+    matched by position.
     """
 
     def __init__(
-        self, kept: dict[type, list[Any]], weights: _tree.PyTree, leaves: Leaves
+        self,
+        old: Sequence[_Old],
+        new: Sequence[tuple[tuple[Any, ...], Any]],
+        weights: _tree.PyTree,
+        leaves: Leaves,
     ) -> None:
-        self._kept, self._leaves = kept, leaves
+        self._leaves = leaves
+        kinds = LowBitState, StochasticRoundingState, LossScaleState
+        self._matched = {kind: iter(_match(old, new, kind)) for kind in kinds}
         self._starts = Leaves.of(weights, caller=_CALLER).values
-        self._averages: list[list[Any]] = [[] for _ in leaves.values]
         self._exact: list[list[Any]] = [[] for _ in leaves.values]
         self._counts: list[Any] = [None for _ in leaves.values]
-        for state in kept[AverageState]:
-            average = leaves.match(state.average, "the average in `opt_state`")
-            for i, x in _present(average):
-                self._averages[i].append((x, state.step_count))
-        for state in kept[_storage.MixedPrecisionState]:
+        averages, wanted = (
+            self._averages_in(states)
+            for states in ([x.state for x in old], [x for _, x in new])
+        )
+        # Those that are missing are the outermost.
+        self._averages: list[list[Any]] = [
+            [*[None] * (len(b) - len(a)), *a[max(0, len(a) - len(b)) :]]
+            for a, b in zip(averages, wanted, strict=True)
+        ]
+        for state in [x.state for x in old]:
+            if not isinstance(state, _storage.MixedPrecisionState):
+                continue
             stored = leaves.match(state.master_params, "the masters")
             for i, _ in _present(stored):
                 exact = state.last_exact
@@ -210,26 +296,43 @@ class _Wrappers:
                 self._exact[i].append(exact)
                 self._counts[i] = state.step_count
 
+    def _averages_in(self, states: Sequence[Any]) -> list[list[Any]]:
+        """Return the averages of each param with their counts, outermost first."""
+        found: list[list[Any]] = [[] for _ in self._leaves.values]
+        for state in states:
+            if isinstance(state, AverageState):
+                average = self._leaves.match(state.average, "the average")
+                for i, x in _present(average):
+                    found[i].append((x, state.step_count))
+        return found
+
     def fields_for(self, node: Any) -> Any:
         """Return a new wrapper's state with the run's fields."""
         if isinstance(node, AverageState):
             return self._with_average(node)
         if isinstance(node, _storage.MixedPrecisionState):
             return self._with_own_fields(node)
-        for kind, states in self._kept.items():
-            if isinstance(node, kind) and states:
-                # Of the new type, which may say other settings.
-                fields = states.pop(0)._asdict() | {"inner_state": node.inner_state}
-                return type(node)(**fields)
-        return node
+        (matched,) = (x for kind, x in self._matched.items() if isinstance(node, kind))
+        old = next(matched)
+        if old is None:
+            return node
+        # Of the new type, which may say other settings.
+        fields = old.state._asdict() | {"inner_state": node.inner_state}
+        if _is_scale(node):
+            # An old value may contradict a new constant: then it starts again.
+            now = [getattr(node, name) for name in _STARTS]
+            is_kept = jnp.array(list(map(jnp.array_equal, old.starts, now))).all()
+            for name, start in zip(_STARTS, now, strict=True):
+                fields[name] = jnp.where(is_kept, fields[name], start)
+        return type(node)(**fields)
 
     def _with_average(self, state: AverageState) -> AverageState:
         """Return a state with the run's average, or else the weights."""
         values, count = [], state.step_count
         for i, old in _present(self._leaves.match(state.average, "the average")):
             new = self._starts[i]
-            if self._averages[i]:
-                new, count = self._averages[i].pop(0)
+            if (kept := self._averages[i].pop(0)) is not None:
+                new, count = kept
             values.append(
                 _arrays.with_memory_of(
                     _arrays.to_device_tree(new).astype(old.dtype), old
@@ -312,6 +415,7 @@ def _replace_masters(opt_state: Any, weights: _tree.PyTree, leaves: Leaves) -> A
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
     # Only traced, because a call of `init` would allocate a second state.
     expected = TracedCall.of(tx.init, params).unflatten_outputs()
+    _refuse_stacked(state, expected)
     kept, wanted = (
         [
             _storage.storage_of(node, _CALLER)
@@ -329,3 +433,19 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
     # Dtypes of floats may differ: some optimizers change them at their first step.
     made = Leaves.of(expected, caller=_CALLER, name="a state of `from_tx`")
     made.match_arrays(state, "`opt_state`")
+
+
+def _refuse_stacked(state: Any, expected: Any) -> None:
+    """Raise if numbers of a state are arrays, as `jax.vmap(tx.init)` makes them."""
+    wanted = {
+        path: x for path, x in tree_leaves_with_path(expected) if not jnp.shape(x)
+    }
+    for path, x in tree_leaves_with_path(state):
+        if path in wanted and len(jnp.shape(x)) > 0:
+            raise ValueError(
+                f"{_CALLER}: expected `opt_state` as `from_tx.init` makes it, got "
+                f"{_arrays.describe(x)} at {_tree.spell(path)}, which is a number "
+                "there; convert a state of `jax.vmap(tx.init)` by `jax.vmap(lambda "
+                "state, params: convert_opt_state(state, params, from_tx, to_tx))"
+                "(opt_state, params)`."
+            )

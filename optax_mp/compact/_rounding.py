@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from optax_mp.core._dtypes import saturate
+from optax_mp.core._dtypes import saturate, with_derivative_of
 from optax_mp.core._random_numbers import uniform_numbers
 from optax_mp.core.jax_api import _arrays
 
@@ -37,9 +37,10 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
     range become its largest one.
 
     Returns:
-        The rounded values, in float32.
+        The rounded values, in float32. For derivatives rounding is the identity.
     """
-    x = saturate(lax.convert_element_type(x, jnp.float32), dtype)
+    exact = x
+    x = saturate(lax.convert_element_type(lax.stop_gradient(x), jnp.float32), dtype)
     info = jnp.finfo(dtype)
     pattern = lax.bitcast_convert_type(x, jnp.int32)
     numbers = uniform_numbers(x.shape, key)
@@ -69,4 +70,4 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
         rounded = lax.mul(higher, spacing)
     # Zeros stay, with their signs. They are not compared with 0: see `difference`.
     is_rounded = lax.bitwise_and(lax.is_finite(x), lax.ne(x, lax.neg(x)))
-    return lax.select(is_rounded, rounded, x)
+    return with_derivative_of(lax.select(is_rounded, rounded, x), exact)

@@ -66,8 +66,9 @@ def stochastic_rounding(
     also from a checkpoint and, under `jit`, on any number of devices. Leaves of 32 or
     more bits are updated as `inner` does, and leaves that are not floating are hidden
     from it. Updates of 16-bit leaves are float32 whatever the gradients are, because
-    fewer bits would round them again. If a loss scale is an earlier link of the same
-    chain, a step that it skips is also skipped here entirely.
+    fewer bits would round them again. For derivatives through `update`, rounding is the
+    identity. If a loss scale is an earlier link of the same chain, a step that it skips
+    is also skipped here entirely.
 
     Args:
         inner: any optax optimizer or chain.

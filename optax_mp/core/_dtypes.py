@@ -146,7 +146,29 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     step = wide.type(info.smallest_subnormal)
     multiple = lax.round(x * (1 / step), lax.RoundingMethod.TO_NEAREST_EVEN)
     is_subnormal = jnp.abs(x) < wide.type(info.smallest_normal)
-    return jnp.where(is_subnormal, multiple * step, rounded)
+    return with_derivative_of(jnp.where(is_subnormal, multiple * step, rounded), x)
+
+
+@jax.custom_jvp
+def with_derivative_of(rounded: jax.Array, x: jax.Array) -> jax.Array:
+    """Return `rounded`, with the derivative of `x`, from which it was rounded.
+
+    Rounding is then the identity for derivatives. As JAX sees it, a step function and a
+    bit cast have a derivative of zero.
+
+    Args:
+        rounded: floating `[...]`.
+        x: floating `[...]`, of any dtype.
+    """
+    return rounded
+
+
+@with_derivative_of.defjvp
+def _derivative_of_rounding(
+    primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    rounded = with_derivative_of(*primals)
+    return rounded, lax.convert_element_type(tangents[1], rounded.dtype)
 
 
 def saturating_cast(x: Any, dtype: DTypeLike) -> jax.Array:

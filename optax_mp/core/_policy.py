@@ -18,6 +18,7 @@ from optax_mp.core.trees._leaves import is_absent
 
 _NAMES = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _KEYS = {key: field for name, field in _NAMES.items() for key in (name, name[0])}
+_MOST_SHOWN = 3  # paths in a warning
 _EXAMPLE = "'params=float32,compute=bfloat16,output=float32'"
 
 
@@ -37,7 +38,8 @@ class Policy:
             patterns over paths such as `("*norm*", "*/bias")`, where a path reads
             `layers/0/bias`, with or without a final `/value` of Flax's boxes, in upper
             or lower case; or a predicate of (path string, leaf). `mixed_precision` and
-            `cast_to_param` warn of each pattern that matches nothing.
+            `cast_to_param` warn of each pattern that matches nothing, or the outermost
+            norm alone, as `norm/*` does.
 
     Raises:
         ValueError: if a dtype is not floating. A cast raises it if its dtype is float64
@@ -85,8 +87,8 @@ class Policy:
 
         Finite values out of range become the largest finite value, as in
         `mixed_precision`, because an infinite param stays infinite. No array is shared
-        with `tree`, so that a step may donate the result. Warns of each pattern in
-        `keep_f32` that matches nothing.
+        with `tree`, so that a step may donate the result. Warns of patterns in
+        `keep_f32` that match nothing, or the outermost of leaves that are alike.
         """
         warn_unmatched_patterns(self, tree, "Policy.cast_to_param")
         return _tree.copy_shared(
@@ -135,7 +137,10 @@ class Policy:
 
 
 def warn_unmatched_patterns(policy: Policy, params: _tree.PyTree, caller: str) -> None:
-    """Warn of each pattern in `keep_f32` that matches no floating leaf of `params`.
+    """Warn of patterns in `keep_f32` that match too little.
+
+    That is no floating leaf of `params`; or the outermost of several that are alike, as
+    `norm/*` matches `norm/scale`, and leaves `blocks/0/norm/scale`.
 
     Args:
         policy: the policy.
@@ -146,26 +151,71 @@ def warn_unmatched_patterns(policy: Policy, params: _tree.PyTree, caller: str) -
     if callable(policy.keep_f32) or _dtypes.is_floating(params):
         return
     leaves = tree_leaves_with_path(params, is_leaf=is_absent)
-    paths = [
-        _tree.slash_path(path) for path, leaf in leaves if _dtypes.is_floating(leaf)
-    ]
-    if not paths or any(is_absent(leaf) for _, leaf in leaves):
+    if any(is_absent(leaf) for _, leaf in leaves):
         return
-    for pattern in policy.keep_f32:
-        if not any(_matches(path, pattern) for path in paths):
-            shown = [path.removesuffix("/value") for path in paths]
-            likest = get_close_matches(pattern.strip("*/"), shown, cutoff=0)
+    shapes = {
+        _tree.slash_path(path): leaf.shape
+        for path, leaf in leaves
+        if _dtypes.is_floating(leaf)
+    }
+    for pattern in policy.keep_f32 if shapes else ():
+        matched = [path for path in shapes if _matches(path, pattern)]
+        if not matched:
+            shown = map(_without_box, shapes)
+            likest = get_close_matches(pattern.strip("*/"), list(shown), cutoff=0)
             nearest = ", ".join(map(repr, likest))
             warn(
                 f"{caller}: the pattern {pattern!r} in `keep_f32` matches no floating "
                 f"leaf; the nearest paths are {nearest}. Match the whole path, with *."
             )
+        elif left := _left_within(policy.keep_f32, matched, shapes):
+            first, *others = map(_without_box, (matched[0], *left))
+            more = f" and {len(left) - _MOST_SHOWN} more" * (len(left) > _MOST_SHOWN)
+            missed = ", ".join(map(repr, others[:_MOST_SHOWN])) + more
+            warn(
+                f"{caller}: the pattern {pattern!r} in `keep_f32` matches {first!r}, "
+                f"but not {missed}; match all of them with {'*' + pattern!r}, or "
+                "choose by a function of (path string, leaf)."
+            )
+
+
+def _left_within(
+    patterns: tuple[str, ...], matched: list[str], shapes: dict[str, tuple[int, ...]]
+) -> list[str]:
+    """Return the leaves further in that no pattern keeps, if they are like `matched`.
+
+    They end in the same keys. An output layer and the layers of attention may also have
+    one name, `out`: so all of them must be alike, vectors or of the same shape, or a
+    stack of these.
+    """
+    names = {path.lower(): path for path in matched}
+    left: list[str] = []
+    for path, shape in shapes.items():
+        ends = _tails(path.lower()) & names.keys()
+        if not ends or any(_matches(path, pattern) for pattern in patterns):
+            continue
+        own = [shapes[names[end]] for end in ends]
+        is_vector = len(shape) == 1 and all(len(x) == 1 for x in own)
+        if not is_vector and not all(x and x in (shape, shape[1:]) for x in own):
+            return []
+        left.append(path)
+    return left
+
+
+def _tails(path: str) -> set[str]:
+    """Return the ends of a path that begin at a key, but not the whole path."""
+    keys = path.split("/")
+    return {"/".join(keys[i:]) for i in range(1, len(keys))}
+
+
+def _without_box(path: str) -> str:
+    return path.removesuffix("/value")
 
 
 def _matches(path: str, pattern: str) -> bool:
     # Boxes of Flax (NNX's Variables, Linen's Partitioned) hold their array in `value`,
     # which `nnx.Optimizer` shows to `init`, but not to `update`.
-    names = (path, path.removesuffix("/value"))
+    names = (path, _without_box(path))
     pattern = pattern.lower()  # `RMSNorm_0` is also a norm
     return any(fnmatch.fnmatchcase(name.lower(), pattern) for name in names)
 

@@ -10,12 +10,16 @@ The jaxprs inside an equation are called its regions, as in MLIR.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from optax_mp.core.jax_api import _jaxpr
 from optax_mp.core.jax_api._extend import ClosedJaxpr, Jaxpr
+from optax_mp.jaxprs import _hidden
+from optax_mp.jaxprs._hidden import call_kind
+from optax_mp.jaxprs._primitives import is_product
 from optax_mp.jaxprs._search import jaxprs_within
 
 T = TypeVar("T")
@@ -115,14 +119,47 @@ class Wiring:
                 return ForwardResult(inputs, outputs, decisions)
 
 
+def hides_product(
+    equation: _jaxpr.Equation,
+    counts: Callable[[_jaxpr.Equation], bool] = lambda product: True,
+) -> bool:
+    """Return whether an equation is not a product, and has one inside.
+
+    Without a jaxpr inside, its name tells.
+
+    Args:
+        equation: the equation.
+        counts: which products count; by default, all.
+    """
+    if is_product(equation):
+        return False
+    jaxprs = inner_jaxprs(equation)
+    if not jaxprs:
+        return any(word in equation.primitive.name for word in _CLOSED)
+    inside = chain.from_iterable(_jaxpr.open_jaxpr(x)[0].eqns for x in jaxprs)
+    return any(counts(x) if is_product(x) else hides_product(x, counts) for x in inside)
+
+
 Values = list[Any]
 # Returns the new jaxpr of each region.
 Convert = Callable[[], Sequence[ClosedJaxpr]]
 
 
 def has_regions(equation: _jaxpr.Equation) -> bool:
-    """Return whether an equation has jaxprs inside, of a primitive listed below."""
-    return equation.primitive.name in WITH_REGIONS
+    """Return whether it is known how an equation uses the jaxprs inside.
+
+    It is of a primitive that is listed below, or an operation that can be expanded.
+    """
+    return (
+        equation.primitive.name in WITH_REGIONS
+        or _hidden.hidden_jaxpr(equation) is not None
+    )
+
+
+def inner_jaxprs(equation: _jaxpr.Equation) -> list[_jaxpr.AnyJaxpr]:
+    """Return all jaxprs inside an equation, whether or not their use is known."""
+    hidden = _hidden.hidden_jaxpr(equation)
+    return jaxprs_within(equation) if hidden is None else [hidden]
 
 
 def wiring_of(equation: _jaxpr.Equation) -> Wiring:
@@ -140,7 +177,7 @@ def wiring_of(equation: _jaxpr.Equation) -> Wiring:
     if name == "cond":
         branches = [Region(x, (*inputs[1:],), (*outputs,)) for x in params["branches"]]
         return Wiring(equation, tuple(branches), deciding=(0,))
-    (jaxpr,) = jaxprs_within(equation)
+    (jaxpr,) = inner_jaxprs(equation)
     regions = (Region(jaxpr, (*inputs,), (*outputs,)),)
     if name != "scan":
         return Wiring(equation, regions)
@@ -155,9 +192,10 @@ def wiring_of(equation: _jaxpr.Equation) -> Wiring:
 def can_convert(equation: _jaxpr.Equation) -> bool:
     """Return whether an equation can be bound with other jaxprs inside.
 
-    A custom_vmap or a linear_call would keep its rule as written.
+    A custom_vmap, a linear_call or a hidden operation of an unknown class would keep
+    its rule as written.
     """
-    return has_regions(equation) and equation.primitive.name not in _KEEPS_RULE
+    return has_regions(equation) and call_kind(equation) not in ("", *_KEEPS_RULE)
 
 
 def bind_with(
@@ -172,7 +210,8 @@ def bind_with(
             shard_map, because only there its axis names exist.
     """
     name = equation.primitive.name
-    if name not in _INLINED and name != "shard_map":
+    is_hidden = _hidden.operation_of(equation) is not None
+    if name not in _INLINED and name != "shard_map" and not is_hidden:
         return _bind_same(equation, inputs, convert())
 
     def run_inline(*args: Any) -> Values:
@@ -181,6 +220,8 @@ def bind_with(
 
     if name in _INLINED:
         return run_inline(*inputs)
+    if is_hidden:
+        return _hidden.bind_again(equation, run_inline, inputs)
     # Called again, because its parameters differ among versions of JAX.
     params = equation.params
     return jax.shard_map(
@@ -229,7 +270,7 @@ def _bind_same(
 
 
 def _with_consts_as_inputs(closed: ClosedJaxpr) -> Jaxpr:
-    jaxpr = closed.jaxpr
+    jaxpr, _ = _jaxpr.open_jaxpr(closed)
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
@@ -238,7 +279,10 @@ def _manual_axes(params: dict[str, Any]) -> set[Any]:
     return set(params.get("newly_manual_axes") or params["manual_axes"])
 
 
+# In the names of operations that multiply matrices, and show no jaxpr.
+_CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")
 # Bound with other jaxprs, the custom and the linear calls keep their rules as written.
+# So would hidden operations of unknown classes, which have no name here.
 _KEEPS_RULE = ("custom_vmap_call", "linear_call")
 # From JAX 0.12 on, a `closed_call` is an `eval_jaxpr`. A `remat_opt` is the forward
 # rule of a custom_vjp with `optimize_remat`.

@@ -4,12 +4,15 @@ A new primitive is one word in one row of `_TABLE`. A primitive that is not list
 as written, and analyses know nothing of its outputs. `_control_flow` has the primitives
 with jaxprs inside.
 
-At the end are matrix products and convolutions: how to tell them, and their FLOPs. A
-multiplication and an addition are two FLOPs.
+At the end are matrix products and convolutions: how to tell them, what they multiply
+in, and their FLOPs. A multiplication and an addition are two FLOPs.
 """
 
 import math
 from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
 
 from optax_mp.core.jax_api._extend import Primitive
 from optax_mp.core.jax_api._extend import primitives as _primitives
@@ -108,6 +111,51 @@ def operand_indices(equation: Equation) -> tuple[int, int]:
 def operands(equation: Equation) -> list[Any]:
     """Return the abstract values that a product multiplies."""
     return [equation.invars[i].aval for i in operand_indices(equation)]
+
+
+# What the algorithms multiply that `precision=` can name. Accelerators round operands
+# to it, or cast them up. Those of several products are as exact as float32. Algorithms
+# for 8 bits take the operands as they are.
+_ALGORITHMS = """
+float16   F16_F16_F16 F16_F16_F32
+bfloat16  BF16_BF16_BF16 BF16_BF16_F32
+float32   F32_F32_F32 TF32_TF32_F32 TF32_TF32_F32_X3
+float32   BF16_BF16_F32_X3 BF16_BF16_F32_X6 BF16_BF16_F32_X9
+float64   F64_F64_F64
+"""
+_ALGORITHM_DTYPES = {
+    name: row.split()[0]
+    for row in _ALGORITHMS.strip().splitlines()
+    for name in row.split()[1:]
+}
+
+
+def algorithm_dtype(equation: Equation) -> Any:
+    """Return the dtype that a product's algorithm multiplies in; None without one."""
+    precision = equation.params.get("precision")
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        name = _ALGORITHM_DTYPES.get(precision.name)
+        return name and jnp.dtype(name)
+    if isinstance(precision, lax.DotAlgorithm):
+        if precision.num_primitive_operations > 1:
+            return jnp.dtype(jnp.float32)
+        types = precision.lhs_precision_type, precision.rhs_precision_type
+        return _wider(*[jnp.dtype(each) for each in types])
+    return None
+
+
+def product_dtype(equation: Equation) -> Any:
+    """Return the dtype that a product multiplies in.
+
+    It is the wider one of its operands, or its algorithm's: `BF16_BF16_F32` multiplies
+    bfloat16 and adds in float32.
+    """
+    operand_dtypes = [aval.dtype for aval in operands(equation)]
+    return algorithm_dtype(equation) or _wider(*operand_dtypes)
+
+
+def _wider(*dtypes: Any) -> Any:
+    return max(dtypes, key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize))
 
 
 def flops_of(equation: Equation) -> int:

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import jax
 
 from optax_mp.core.jax_api import _extend
+from optax_mp.core.jax_api._extend import ClosedJaxpr
 
 
 def is_shaped(aval: Any) -> bool:
@@ -20,9 +21,7 @@ def with_dtype(aval: Any, dtype: Any) -> Any:
     return aval if aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)
 
 
-def trace_jaxpr(
-    function: Callable[..., Any], avals: Sequence[Any]
-) -> _extend.ClosedJaxpr:
+def trace_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """Return the jaxpr of a function of arrays, to be put inside an equation.
 
     Its named scopes start empty, because the equation's are put before them.

@@ -7,16 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp.core._dtypes import bits
+from optax_mp.core._dtypes import bits, is_inexact
 from optax_mp.core._warnings import warn
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.jax_api._arrays import is_host_type, to_device_tree
-from optax_mp.core.scaling._state import LossScaleState
+from optax_mp.core.jax_api._contact import varying_axes
+from optax_mp.core.scaling._state import LossScaleState, loss_scale_state
 from optax_mp.core.trees import _tree
 from optax_mp.core.trees._boxes import plain
 from optax_mp.core.trees._states import find_states
+from optax_mp.core.wrappers._choose import no_link_before
 from optax_mp.core.wrappers._mistakes import check_state_first
 from optax_mp.jaxprs._dependence import Origin, origins
 from optax_mp.release._layers import Stack, is_released
@@ -26,20 +29,52 @@ from optax_mp.release._uses import derivative_calls
 CALLER = "release_gradients"
 
 
-def common_scale(opt_states: list[Any]) -> jax.Array | None:
-    """Return the loss scale in the states of all stacks of layers; None without one."""
-    found = [find_states(plain(x), LossScaleState) for x in opt_states]
-    scales = [state.scale for (_, state), *_ in filter(None, found)]
-    if not scales:
-        return None
-    if len(scales) < len(found):
+def check_ranks() -> None:
+    """Raise within ranks whose gradients nothing adds up, as no type says they differ.
+
+    So it is with `check_vma=False` and in `jax.pmap`. There, the gradient of a `pmean`
+    is a rank's own. A separate step averages such gradients after the backward pass,
+    but here the layers are stepped by then.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
+    untold = [name for name in axes if not varying_axes(lax.axis_index(name))]
+    if untold:
         raise ValueError(
-            f"{CALLER}: expected the same loss scale around each optimizer of `tx` and "
-            "around that of `rest`, or around none, because a loss has one scale, got "
-            f"{len(scales)} in {len(found)} optimizers."
+            f"{CALLER}: expected gradients that JAX sums over ranks, got the axis "
+            f"{' and '.join(map(repr, untold))} of `jax.shard_map(check_vma=False)` or "
+            "`jax.pmap`, where each rank would take a step of its own; use "
+            "`jax.shard_map` with `check_vma=True` and `jax.lax.pmean` the loss, or "
+            "`jax.jit` with sharded arrays."
         )
-    # All layers skip the same steps, so their scales are equal.
-    return scales[0][0]
+
+
+def check_scans_have_gradients() -> None:
+    """Raise under the switch of JAX 0.12 with which a scan has no gradient yet.
+
+    The layers would not move, without a word.
+    """
+    if getattr(jax.config, "jax_scan3", False):
+        raise ValueError(
+            f"{CALLER}: expected JAX's switch `jax_scan3` to be off, got it on, where "
+            "scans have no gradients yet; turn it off."
+        )
+
+
+def scale_of_step(rest_state: Any, rest: Any) -> jax.Array | None:
+    """Return the loss scale in the state of `rest`; None without one."""
+    if rest_state is None:
+        return None
+    state = loss_scale_state(plain(rest_state), f"{CALLER}: `rest_state`")
+    if state is None:
+        return None
+    if not jax.tree.leaves(_tree.only_inexact(plain(rest))):
+        raise ValueError(
+            f"{CALLER}: expected weights in `rest`, by whose step the loss scale in "
+            f"`rest_state` moves, got {_tree.summarize(rest)}; pass a param in `rest`, "
+            "such as that of the last layer, or train without a loss scale."
+        )
+    return state.scale
 
 
 def check_skips(skipping: list[bool]) -> bool:
@@ -77,7 +112,8 @@ def _check_layers(layers: Any, is_scaled: bool) -> int:
             warn(
                 f"{CALLER}: {where} is {_arrays.describe(x)}. In float16, gradients "
                 "below 6e-8 become 0; put `optax_mp.dynamic_loss_scale` around the "
-                "optimizers, or use bfloat16."
+                "optimizer of `rest` and pass its state as `rest_state`, or use "
+                "bfloat16."
             )
     return count
 
@@ -105,6 +141,14 @@ def check_stack(stack: Stack, *, is_scaled: bool, by_layer: bool) -> bool:
             f"{CALLER}: expected `tx` without `offload`, got one with it; pass a state "
             "in host memory, as `jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
         )
+    if find_states(state, LossScaleState):
+        raise ValueError(
+            f"{CALLER}: expected `tx` without a loss scale, because a step has one and "
+            "it is in the state of `rest`, got a second one in `opt_state`; put "
+            "`optax_mp.dynamic_loss_scale` around the optimizer of `rest` alone, and "
+            "pass its state: `release_gradients(loss, tx)(opt_state, layers, rest, "
+            "..., rest_state=rest_state)`."
+        )
     if find_states(state, optax.MultiStepsState):
         raise ValueError(
             f"{CALLER}: expected `tx` to need the gradients of one layer at a time, "
@@ -131,33 +175,47 @@ def _check_stacked(tree: Any, name: str, count: int, remedy: str) -> None:
 
 def _trace_update(stack: Stack) -> Any:
     """Return the jaxpr of the update of one layer, from state and layers, or raise."""
+    leaves = tree_leaves_with_path(stack.layers)
+    without_gradient = [(path, x) for path, x in leaves if not is_inexact(x)]
 
     def update_layer(opt_state: Any, layers: Any) -> Any:
         state, weights = layer_at((opt_state, layers), 0)
         grads = _tree.in_float32(_tree.only_inexact(weights))
-        return stack.tx.update(grads, to_device_tree(state), weights)
+        with no_link_before():
+            updates, new = stack.tx.update(grads, to_device_tree(state), weights)
+        if without_gradient and jax.tree.structure(new) != jax.tree.structure(state):
+            raise ValueError("the state after the step is another tree")
+        return updates, new
 
     try:
         return jax.make_jaxpr(update_layer)(stack.opt_state, stack.layers)
     except (TypeError, ValueError) as error:
+        expected = "needs only gradients and params of a layer"
+        given, remedy = "", "take a separate step"
+        for path, x in without_gradient[:1]:
+            expected = "passes over params without a gradient"
+            given = f", where {_tree.spell(path)} is {_arrays.describe(x)}"
+            remedy = (
+                "pass integers and booleans beside the layers, `scan_layers(block, "
+                "carry, (layers, x))`, or put `mixed_precision` around `tx`"
+            )
         raise ValueError(
-            f"{CALLER}: expected a `tx` that needs only gradients and params of a "
-            "layer, got one whose `tx.update(grads, opt_state, params)` fails for one "
-            f"layer; take a separate step. It raised {type(error).__name__}: {error}"
+            f"{CALLER}: expected a `tx` that {expected}, got one whose "
+            f"`tx.update(grads, opt_state, params)` fails for one layer{given}; "
+            f"{remedy}. It raised {type(error).__name__}: {error}"
         ) from error
 
 
 def _skips_steps(state: Any) -> bool:
     """Return whether an optimizer with this state skips steps that are not finite."""
-    skipping = LossScaleState, optax.ApplyIfFiniteState
     groups = find_states(state, optax.MaskedState)
-    if any(find_states(group, skipping) for _, group in groups):
+    if any(find_states(group, optax.ApplyIfFiniteState) for _, group in groups):
         raise ValueError(
-            f"{CALLER}: expected `tx` to skip steps of all params or of none, got a "
-            "loss scale or `optax.apply_if_finite` around a part of them; put it "
-            "around `optax.partition`."
+            f"{CALLER}: expected `tx` to skip steps of all params or of none, got "
+            "`optax.apply_if_finite` around a part of them; put it around "
+            "`optax.partition`."
         )
-    return bool(find_states(state, skipping))
+    return bool(find_states(state, optax.ApplyIfFiniteState))
 
 
 def _check_leafwise(init: Any, update: Any, layers: Any, known: Any) -> None:

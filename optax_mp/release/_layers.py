@@ -20,6 +20,8 @@ from optax_mp.core import _dtypes
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.jax_api._experimental import experimental
 from optax_mp.core.trees import _tree
+from optax_mp.core.wrappers._choose import choose_step, no_link_before
+from optax_mp.core.wrappers._protocol import update_inner
 from optax_mp.core.wrappers._updates import apply_updates
 
 
@@ -48,6 +50,7 @@ class Stepper:
         kinds: of layers and state: dtypes, or the implementations of random keys.
         shardings: how the weights of a layer are sharded, a tree like them; or None.
         measures: whether the backward pass only measures gradients, and takes no step.
+        skips: whether a step is skipped if the factor or a gradient is not finite.
         is_used: whether a backward pass was traced. If not, no layer takes a step.
     """
 
@@ -55,6 +58,7 @@ class Stepper:
     kinds: Any
     shardings: Any
     measures: bool = False
+    skips: bool = False
     is_used: bool = False
 
     def step(
@@ -71,7 +75,16 @@ class Stepper:
         grads = times(grads, factor)
         if self.measures:
             return None, measure(grads)
-        updates, opt_state = self.tx.update(grads, opt_state, weights)
+
+        def update(opt_state: Any, extra_args: dict[str, Any]) -> Any:
+            args = grads, opt_state, weights
+            return update_inner(self.tx, "release_gradients", *args, **extra_args)
+
+        # Also by the gradients of this pass: by another rounding than in the first one
+        # they may overflow.
+        proceed = _tree.all_finite((grads, factor)) if self.skips else True
+        with no_link_before():
+            updates, opt_state = choose_step(proceed, update, opt_state, {})
         return apply_updates(weights, updates), opt_state
 
     def in_rows(self, tree: Any) -> Any:
@@ -161,13 +174,16 @@ class ReleasedLayers:
         _refuse(self)
 
 
-def release(stack: Stack, factor: Any, *, measures: bool = False) -> ReleasedLayers:
+def release(
+    stack: Stack, factor: Any, *, measures: bool, skips: bool
+) -> ReleasedLayers:
     """Return what the loss gets in place of a stack of layers.
 
     Args:
         stack: the layers and their optimizer.
         factor: what gradients are multiplied by; or None.
         measures: whether the backward pass only measures gradients.
+        skips: whether a step is skipped if the factor or a gradient is not finite.
     """
     tx, opt_state, layers, shardings = stack
     if measures:
@@ -178,7 +194,7 @@ def release(stack: Stack, factor: Any, *, measures: bool = False) -> ReleasedLay
             x and NamedSharding(x.mesh, PartitionSpec(*x.spec[1:])) for x in spread
         )
     kinds = jax.tree.map(_kind_of, (layers, opt_state))
-    stepper = Stepper(tx, kinds, shardings, measures)
+    stepper = Stepper(tx, kinds, shardings, measures, skips)
     return ReleasedLayers.of(layers, opt_state, stepper, factor)
 
 

@@ -45,12 +45,15 @@ def release_gradients(
     `jax.vmap(optax_mp.offload(tx).init)(layers)`. Optimizers that need the gradients of
     all layers are found in a trace of `tx.update`, and refused.
 
-    `max_norm`, and a `tx` that skips steps that are not finite (a loss scale,
-    `optax.apply_if_finite`), take 1.6 times the operations of a step, because the
-    gradients are computed twice: the first pass measures and frees them, the second
-    takes the steps. A step is then skipped by all layers or by none. The gradients of
-    `rest` are clipped, or NaN in a skipped step, and still scaled: step `rest` with the
-    same optimizer.
+    A step has one loss scale. Put it around the optimizer of `rest`, not in `tx`, and
+    pass the state: `f(opt_state, layers, rest, ..., rest_state=rest_state)`. A step
+    that is not finite is then skipped by all layers and by `rest`, or by none, as with
+    `optax.apply_if_finite` around both optimizers.
+
+    `max_norm`, a loss scale and `optax.apply_if_finite` take 1.6 times the operations
+    of a step, because the gradients are computed twice: the first pass measures and
+    frees them, the second takes the steps. The gradients of `rest` are clipped, NaN in
+    a skipped step, and still scaled.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`. It
@@ -68,15 +71,17 @@ def release_gradients(
             XLA may otherwise transpose all layers.
 
     Returns:
-        The function. With `has_aux` its value is (loss, aux).
+        The function. With `has_aux` its value is (loss, aux). Pass `rest_state` by
+        keyword; other keywords are passed to `fun`.
 
     Raises:
         TypeError: if `tx` is no optimizer; when called, if the loss reads the layers
             without `scan_layers`; JAX's, if `tx` changes the dtype of its state, as it
             does for 16-bit layers without `mixed_precision`.
         ValueError: when called, if `tx` needs the gradients of all layers; if
-            `opt_state` is not stacked as the layers are; if the layers are not scanned
-            exactly once, or the loss does not depend on them.
+            `opt_state` is not stacked as the layers are; if `tx` has a loss scale; if
+            the layers are not scanned exactly once, or the loss does not depend on
+            them; within `jax.pmap` or `jax.shard_map(check_vma=False)`.
 
     Example:
         >>> import jax
@@ -111,26 +116,34 @@ def release_gradients(
 
     differentiate = gradients_of(checked_loss, (0, 1), has_aux, _CALLER)
 
-    def run(opt_state: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        opt_state: Any, layers: Any, *args: Any, rest_state: Any = None, **kwargs: Any
+    ) -> Any:
         refuse_overwritten((layers, *args[:1]), _CALLER)
+        _checks.check_ranks()
+        _checks.check_scans_have_gradients()
         stacks = _stacks_of(txs, treedef, opt_state, layers, param_shardings)
-        scale = _checks.common_scale([x.opt_state for x in stacks])
-        skips = _checks.check_skips(
+        scale = _checks.scale_of_step(rest_state, args[0] if args else None)
+        is_scaled = scale is not None
+        skips = is_scaled | _checks.check_skips(
             [
-                _checks.check_stack(x, is_scaled=scale is not None, by_layer=by_layer)
+                _checks.check_stack(x, is_scaled=is_scaled, by_layer=by_layer)
                 for x in stacks
             ]
         )
 
         def differentiate_once(factor: Any, *, measures: bool = False) -> Any:
             """Return the value, each stack after the pass, and gradients of `rest`."""
-            parts = [_layers.release(x, factor, measures=measures) for x in stacks]
+            parts = [
+                _layers.release(x, factor, measures=measures, skips=is_scaled)
+                for x in stacks
+            ]
             released = treedef.unflatten(parts)
             value, (after, grads) = differentiate(scale, (released, *args), kwargs)
             _checks.check_steps(released)
             return value, treedef.flatten_up_to(after), in_float32(grads)
 
-        factor = None
+        factor = of_layers = None
         if skips or max_norm is not None:
             # The first of two passes writes no layers. It frees the gradient of each as
             # soon as two numbers are taken of it.
@@ -148,7 +161,8 @@ def release_gradients(
             # A step is skipped by all layers or by none: where one has a NaN, all get
             # one, and the caller's step of `rest` as well.
             factor = jnp.where(skips & is_bad, jnp.nan, factor)
-        value, stepped, grads = differentiate_once(factor)
+            of_layers = factor if unscale is None else factor * unscale
+        value, stepped, grads = differentiate_once(of_layers)
         layers = treedef.unflatten([x.layers for x in stepped])
         opt_state = treedef.unflatten([x.opt_state for x in stepped])
         return value, _layers.times(grads, factor), layers, opt_state

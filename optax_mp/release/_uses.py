@@ -4,6 +4,7 @@ import math
 
 from optax_mp.core.jax_api import _jaxpr
 from optax_mp.jaxprs import _control_flow
+from optax_mp.jaxprs._hidden import call_kind
 from optax_mp.jaxprs._search import live_equations
 
 
@@ -27,7 +28,7 @@ def derivative_calls(jaxpr: _jaxpr.AnyJaxpr, *places: int) -> float:
             continue
         if not _control_flow.has_regions(equation):
             return math.nan
-        if equation.primitive.name == "custom_vjp_call":
+        if call_kind(equation) == "custom_vjp_call":
             count += 1
             continue
         wiring = _control_flow.wiring_of(equation)

@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
 from optax_mp.core.jax_api import _arrays
-from optax_mp.core.scaling._state import LossScaleState, is_at_floor
+from optax_mp.core.scaling._state import LossScaleState, is_at_floor, is_skipped_by_loss
 from optax_mp.core.trees import _states, _tree
 from optax_mp.core.trees._boxes import plain
 from optax_mp.core.wrappers._mistakes import check_opt_state, warn_unless_state
@@ -42,6 +42,9 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         - `"skipped_count"`: steps skipped since the last finite one;
         - `"total_skipped_count"`: steps skipped since `init`;
         - `"last_finite"`: whether the last step was finite, a bool;
+        - `"skipped_by_loss"`: whether the loss of the last skipped step, as `value` of
+          `tx.update`, was not finite, a bool: the data or the model is to blame, and
+          the scale was kept. Without `value` it is False;
         - `"at_min_scale"`: whether a step overflowed with the scale at its lower bound,
           and growth was not due since, a bool. `check_loss_scale` says why.
 
@@ -102,9 +105,13 @@ def _numbers(hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 def _fields(state: LossScaleState) -> dict[str, jax.Array]:
-    at_min_scale = jnp.asarray(is_at_floor(state))
     logged = {x: getattr(state, x) for x in _LOGGED}
-    return {"loss_scale": state.scale, **logged, "at_min_scale": at_min_scale}
+    return {
+        "loss_scale": state.scale,
+        **logged,
+        "skipped_by_loss": is_skipped_by_loss(state),
+        "at_min_scale": jnp.asarray(is_at_floor(state)),
+    }
 
 
 def _of_steps(state: _tree.PyTree) -> dict[str, jax.Array]:

@@ -17,15 +17,14 @@ import numpy as np
 
 from optax_mp.core._dtypes import bits
 from optax_mp.core.jax_api import _jaxpr
-from optax_mp.jaxprs import _control_flow, _primitives, _search, _source
+from optax_mp.jaxprs import _control_flow, _hidden, _primitives, _search, _source
 
-# Operations that multiply matrices, and show no jaxpr.
-_CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")
 # Implicit casts: JAX's of promoted operands, and a library's of the inputs of a norm,
 # which is cast back later.
 _PROMOTION, _LAYER = IMPLICIT = "promotion", "layer"
 # What can be float32 by itself, in order of blame.
-_KINDS = ("argument", "constant", "array", "number", "cast", "result", *IMPLICIT)
+_KINDS = "argument", "constant", "array", "number", "cast", "result", "precision"
+_KINDS += IMPLICIT
 # The rank of a cause that has made no 16-bit value float32.
 NOT_YET = sys.maxsize
 
@@ -37,8 +36,8 @@ class PrecisionCause:
     Attributes:
         kind: `"argument"`; `"constant"`, an array that the function closes over;
             `"array"`, one that it makes; `"number"`, such as `np.sqrt(32)`; `"cast"`;
-            `"layer"`, a cast in a library of layers; or `"result"`, of a product of
-            16-bit operands.
+            `"layer"`, a cast in a library of layers; `"result"`, of a product of
+            16-bit operands; or `"precision"`, which the product itself asks for.
         name: the path of an argument; otherwise what it is.
         line: where it first made a 16-bit value float32; `""` if it made none.
         rank: how many such places come before.
@@ -79,7 +78,8 @@ class PrecisionProduct:
 
     Attributes:
         primitive: its name in JAX, such as `"dot_general"`.
-        dtype: the dtype of its operands; of two dtypes, the wider.
+        dtype: the dtype of its operands; of two dtypes, the wider. Or the dtype that
+            its `precision=` rounds them to: `BF16_BF16_F32` multiplies bfloat16.
         shapes: of both operands and the result; in a `shard_map`, of a shard.
         flops: the FLOPs of all its runs, over all devices.
         count: how often it runs: the iterations of a scan, times the shards of a
@@ -194,8 +194,8 @@ class Walk:
     ) -> _Cause:
         """Return the cause of a float32 value that is computed from these."""
         lines = place.lines
-        if not _primitives.is_product(equation) and _hides_products(equation):
-            hidden = f"not looked into: {equation.primitive.name} {lines.user}"
+        if _control_flow.hides_product(equation):
+            hidden = f"not looked into: {_hidden.name_of(equation)} {lines.user}"
             self.notes[hidden.rstrip()] = None
         read = equation.invars if _primitives.is_product(equation) else []
         if not any(map(_has_wide, (*equation.outvars, *read))):
@@ -212,10 +212,12 @@ class Walk:
         self, equation: _jaxpr.Equation, inputs: _Causes, place: Place, cause: _Cause
     ) -> PrecisionProduct:
         avals = [*_primitives.operands(equation), equation.outvars[0].aval]
-        dtypes = [aval.dtype for aval in avals[:2]]
-        dtype = max(dtypes, key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize))
+        dtype = _primitives.product_dtype(equation)
         found = [cause]
-        if cause and cause.rank == NOT_YET:  # Then both operands must change.
+        if _is_wide(dtype) and not any(_is_wide(aval.dtype) for aval in avals[:2]):
+            asked = f"precision={equation.params['precision']}"
+            found = [PrecisionCause("precision", asked, place.lines.user)]
+        elif cause and cause.rank == NOT_YET:  # Then both operands must change.
             found = dict.fromkeys(
                 inputs[i] for i in _primitives.operand_indices(equation)
             )
@@ -340,11 +342,3 @@ def _has_wide(atom: Any) -> bool:
 def _has_narrow(atom: Any) -> bool:
     dtype = getattr(atom.aval, "dtype", bool)
     return jnp.issubdtype(dtype, jnp.floating) and not _is_wide(dtype)
-
-
-def _hides_products(equation: _jaxpr.Equation) -> bool:
-    if inner := _search.jaxprs_within(equation):
-        return any(
-            _search.any_equation(jaxpr, _primitives.is_product) for jaxpr in inner
-        )
-    return any(word in equation.primitive.name for word in _CLOSED)

@@ -8,6 +8,8 @@ import pytest
 from amp_cases import compiled, error, products, runs_in, shapes
 from jax import lax
 from jax.custom_derivatives import linear_call
+from jax.experimental.compute_on import compute_on
+from programs import operations
 
 from optax_mp import amp, amp_report, amp_stop
 
@@ -86,6 +88,24 @@ def on_platforms(x, w):
 def test_products_for_a_platform_and_of_optimized_remat_are_low(program):
     found = products(jax.make_jaxpr(program)(X, W))
     assert found and all(runs_in(each, "bfloat16") for each in found)
+
+
+def test_a_product_computed_on_the_host_is_low_and_stays_there():
+    def fun(x, w):
+        return jnp.tanh(x @ w)
+
+    if jax.__version_info__ >= (0, 12):  # the context became a function
+        space = jax.memory.Space.Device
+        on_host = compute_on(fun, compute_type="device_host", out_memory_spaces=space)
+    else:
+        on_host = compute_on("device_host")(jax.jit(fun))
+    found = [
+        x.equation
+        for x in operations(jax.make_jaxpr(amp(on_host))(X, W))
+        if x.name == "dot_general"
+    ]
+    assert [x.invars[0].aval.dtype for x in found] == ["bfloat16"]
+    assert [x.ctx.compute_type for x in found] == ["device_host"]
 
 
 def solved(x, w):

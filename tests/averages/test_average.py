@@ -1,6 +1,7 @@
 """with_average: what NumPy makes of the weights after each step that is taken."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
+from guide import GUIDE
 from host_memory import UNFUSED, kinds, needs_memories
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -169,6 +171,11 @@ FORMS = {
     "MultiSteps": (lambda x: averaged(multi_steps(x)), 25),
     "MultiSteps around": (lambda x: multi_steps(averaged(x)), 25),
     "both": (lambda x: averaged(scaled(multi_steps(x))), 20),
+    # It takes the second bad step after another, and all until a good one.
+    "gives up": (
+        lambda x: averaged(optax.apply_if_finite(optax.chain(optax.zero_nans(), x), 1)),
+        44,
+    ),
 }
 BAD = 1, 4, 5, 12, 13, 14, 30, 37, 48, 49
 
@@ -201,6 +208,102 @@ def test_only_steps_that_are_taken_count(form):
         assert as_bits(average) == as_bits(want[at])
     ((_, node),) = find_states(state, AverageState)
     assert int(node.step_count) == taken
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize(
+    "inner", [optax.sgd(0.5), optax.chain(optax.zero_nans(), optax.adam(0.5))]
+)
+def test_what_apply_if_finite_takes_in_the_end_counts(inner, is_group):
+    """And what it skips does not, although another group of params moves."""
+    params = {"w": jnp.ones(2), "b": jnp.ones(2)}
+    bad = {"w": jnp.full(2, jnp.nan), "b": jnp.ones(2)}
+    tx = optax.apply_if_finite(inner, 1)
+    if is_group:
+        groups = {"w": tx, "b": optax.sgd(0.5, momentum=0.9)}
+        tx = optax.partition(groups, {"w": "w", "b": "b"})
+    tx = averaged(tx)
+    state, now, counts = tx.init(params), params, []
+    weights = [np.ones(2, np.float32)]
+    for grads in (params, bad, bad):
+        updates, state = jax.jit(tx.update)(grads, state, now)
+        now = optax.apply_updates(now, updates)
+        counts.append(int(state.step_count))
+        weights.append(np.asarray(now["w"]))
+    assert counts == [1, 1, 2]
+    want = averages_by_numpy([*weights[:2], weights[3]])[-1]
+    np.testing.assert_allclose(state.average["w"], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("inner", [optax.sgd(1.0), MASTERS])
+def test_it_averages_params_of_8_bits_after_wider_updates(dtype, inner):
+    tx, params = averaged(inner), {"w": jnp.ones((4,), dtype)}
+    state = tx.init(params)
+    weights = [np.ones(4, np.float32)]
+    for _ in range(3):
+        grads = {"w": jnp.full((4,), 0.25)}
+        updates, state = tx.update(grads, state, params)
+        wide = params["w"].astype(jnp.float32) + updates["w"]
+        params = {"w": wide.astype(dtype)}
+        weights.append(np.asarray(optax_mp.master_params(state, params)["w"]))
+    want = averages_by_numpy(weights)[-1]
+    np.testing.assert_allclose(state.average["w"], want, rtol=1e-6)
+    assert weights[-1][0] < 1
+
+
+@pytest.mark.parametrize(
+    "storage", [optax_mp.FullCopy(), optax_mp.Split(16), optax_mp.Split(8)]
+)
+def test_it_starts_at_the_weights_that_are_cast_after_init(storage):
+    tx = averaged(
+        optax_mp.mixed_precision(SGD, param_dtype=jnp.bfloat16, storage=storage)
+    )
+    params = {"w": params_of(jnp.float32)["w"]}
+    state = tx.init(params)
+    assert as_bits(state.average) == as_bits(params)
+    cast = optax_mp.cast_floating(params, jnp.bfloat16)
+    _, state = tx.update({"w": gradients(1)["w"][0]}, state, cast)
+    assert state.average["w"].dtype == jnp.float32
+
+
+@needs_memories
+def test_the_orders_of_the_guide_average_the_weights():
+    mesh = jax.make_mesh((1,), ("data",))
+    params = {"train": params_of()["w"], "freeze": params_of()["b"]}
+    names = {
+        "k": 2,
+        "labels": {"train": "train", "freeze": "freeze"},
+        "with_average": lambda inner, *_: averaged(inner),
+        "MultiSteps": lambda *args: optax.MultiSteps(*args).gradient_transformation(),
+        "partition": optax.partition,
+        "set_to_zero": optax.set_to_zero,
+        "mixed_precision": optax_mp.mixed_precision,
+        "dynamic_loss_scale": scaled,
+        "offload": hosted,
+        "zero1": functools.partial(optax_mp.zero1, mesh=mesh, axis="data"),
+    }
+    page = (GUIDE / "average.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page.partition("| order |")[2], re.MULTILINE)
+    orders = re.findall("`(.*?)`", " ".join(rows))
+    assert len(orders) == 9
+    for order in orders:
+        names["tx"] = SGD if "mixed_precision" in order else MASTERS
+        tx = eval(order.replace("...", "tx"), names)
+        now, state = params, tx.init(params)
+        weights = [np.asarray(params["train"], np.float32)]
+        step = jax.jit(by_update(tx))
+        for _ in range(4):
+            now, state = step(now, state, jax.tree.map(jnp.ones_like, params))
+            new = np.asarray(optax_mp.master_params(state, now)["train"], np.float32)
+            weights += [new] if (new != weights[-1]).any() else []
+        assert len(weights) == (3 if "MultiSteps" in order else 5), order
+        want = averages_by_numpy(weights)[-1]
+        found = [x for _, x in find_states(state, AverageState)]
+        assert len(found) == order.count("with_average")
+        for node in found:
+            got = jax.device_get(node.average["train"])
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=order)
 
 
 def test_members_of_a_vmap_skip_by_themselves():
@@ -288,6 +391,7 @@ def test_on_eight_devices_it_is_sharded_as_the_params_are(order):
     if order == "alone":
         assert optax_mp.state_shardings(tx, on_mesh).average["w"] == placed
     state = tx.init(on_mesh)
+    assert state.average["w"].sharding.spec[:1] == ("data",)
     after, state, *_ = train(tx, on_mesh, {"w": gradients(3)["w"]}, state)
     found = state.average["w"].sharding
     assert found.spec[:1] == ("data",), found
@@ -339,6 +443,16 @@ def test_reports_and_conversions_know_it():
     other = optax_mp.with_average(plain, 0.75)
     kept = optax_mp.convert_opt_state(moved, params, tx, other)
     assert as_bits(kept.average) == as_bits(moved.average)
+    # Of one around another the inner one goes on, and the outer one starts.
+    nested = optax_mp.with_average(other, 0.875)
+    two = optax_mp.convert_opt_state(moved, params, tx, nested)
+    assert as_bits(two.inner_state.average) == as_bits(moved.average)
+    assert as_bits(optax_mp.average_params(two, params)) == as_bits(masters)
+    two = two._replace(step_count=jnp.int32(7))
+    one = optax_mp.convert_opt_state(two, params, nested, other)
+    assert as_bits(one) == as_bits(kept)
+    same = optax_mp.convert_opt_state(two, params, nested, nested)
+    assert as_bits(same) == as_bits(two)
     dropped = optax_mp.convert_opt_state(added, params, tx, plain)
     assert as_bits(dropped) == as_bits(state)
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pickle
 import warnings
 
 import jax
@@ -15,6 +16,7 @@ from steps import take_rounded_steps, take_steps
 
 import optax_mp
 from optax_mp.compact._codes import decode
+from optax_mp.core.trees._boxes import plain
 
 # Params that are cast make templates here, and states of other forms.
 pytestmark = pytest.mark.filterwarnings("ignore:mixed_precision. param .* at `init`")
@@ -257,3 +259,161 @@ def test_a_state_may_be_of_params_that_were_cast_before():
     with warnings.catch_warnings(action="error"):
         found = optax_mp.convert_opt_state(state, cast, tx, tx)
     assert as_bits(found) == as_bits(state)
+
+
+def test_scales_in_groups_go_on_in_their_own_groups():
+    """By their places around the bare optimizer, and not in the order of both forms."""
+    scaled = functools.partial(optax_mp.dynamic_loss_scale, init_scale=16.0)
+    params = {"a": jnp.ones(4), "b": jnp.ones(4)}
+
+    def groups(a, b):
+        return optax.partition({"a": a, "b": b}, {"a": "a", "b": "b"})
+
+    forms = {
+        "both": groups(scaled(adamw), scaled(adamw)),
+        "one": groups(adamw, scaled(adamw)),
+        "around": scaled(groups(adamw, adamw)),
+    }
+    bad = {"a": params["a"], "b": jnp.full(4, jnp.inf)}
+    _, state = forms["both"].update(bad, forms["both"].init(params), params)
+
+    def convert(state, old, new):
+        return optax_mp.convert_opt_state(state, params, forms[old], forms[new])
+
+    def scales(state):
+        return {k: float(x.inner_state.scale) for k, x in state.inner_states.items()}
+
+    assert scales(state) == {"a": 16.0, "b": 8.0}
+    assert float(convert(state, "both", "one").inner_states["b"].inner_state.scale) == 8
+    back = convert(convert(state, "both", "one"), "one", "both")
+    assert scales(back) == {"a": 16.0, "b": 8.0}
+    around = forms["around"].init(params)._replace(scale=jnp.float32(4.0))
+    assert scales(convert(around, "around", "both")) == {"a": 4.0, "b": 4.0}
+    assert float(convert(around, "around", "around").scale) == 4
+
+
+def test_numbers_of_random_rounding_go_on_in_their_own_groups():
+    label = functools.partial(optax.partition, param_labels={"w": "a", "v": "b"})
+    low = functools.partial(optax_mp.low_bit_state, min_size=64)
+    params = {"w": jnp.ones((32, 32)), "v": jnp.ones((32, 32))}
+    both = label({"a": low(adamw), "b": optax.apply_if_finite(low(adamw), 9)})
+    one = label({"a": adamw, "b": optax.apply_if_finite(low(adamw), 9)})
+    state = both.init(params)
+    for value in (1.0, jnp.nan):
+        grads = {"w": params["w"], "v": jnp.full((32, 32), value)}
+        _, state = both.update(grads, state, params)
+    found = optax_mp.convert_opt_state(state, params, both, one)
+    assert found.inner_states["b"].inner_state.inner_state.step_count == 1
+
+
+def averaged(inner):
+    return optax_mp.with_average(inner, 0.5)
+
+
+WITH_AVERAGES = {
+    **{name: make() for name, make in FORMS.items()},
+    "average": averaged(masters(adamw)),
+    "averages": averaged(averaged(masters(adamw, storage=optax_mp.Split(16)))),
+}
+# From each to the next.
+NEXT = list(
+    itertools.pairwise([*WITH_AVERAGES, *WITH_AVERAGES][: len(WITH_AVERAGES) + 1])
+)
+from_each = mostly_slow(("old", "new"), NEXT, lambda *pair: pair[1] == "average")
+
+
+def stepped(init, update, params):
+    """Return (params, state) after a step with exact updates."""
+    grads = jax.tree.map(lambda x: jnp.sin(x.astype(jnp.float32)), params)
+    updates, state = jax.jit(update)(grads, init(params), params)
+    return optax.apply_updates(params, updates), state
+
+
+@from_each
+def test_stacked_states_are_converted_by_vmap(old, new):
+    """Each member as it is alone, with all of its numbers."""
+    from_tx, to_tx = WITH_AVERAGES[old], WITH_AVERAGES[new]
+    _, one, _ = start_of("split 16")
+    params = jax.tree.map(lambda x: jnp.stack([x, x + 1, -x]), one)
+    params, state = stepped(jax.vmap(from_tx.init), jax.vmap(from_tx.update), params)
+
+    def convert(state, params):
+        return optax_mp.convert_opt_state(state, params, from_tx, to_tx)
+
+    found = jax.vmap(convert)(state, params)
+    for i in range(3):
+        alone = convert(*jax.tree.map(lambda x, i=i: x[i], (state, params)))
+        assert as_bits(jax.tree.map(lambda x, i=i: x[i], found)) == as_bits(alone)
+    with pytest.raises(ValueError, match="convert a state of `jax.vmap.tx.init.` by"):
+        convert(state, params)
+
+
+@from_each
+def test_conversions_work_under_strict_promotion(old, new):
+    from_tx, to_tx = WITH_AVERAGES[old], WITH_AVERAGES[new]
+    params, state = stepped(from_tx.init, from_tx.update, start_of("split 16")[1])
+    want = optax_mp.convert_opt_state(state, params, from_tx, to_tx)
+    with jax.numpy_dtype_promotion("strict"):
+        found = optax_mp.convert_opt_state(state, params, from_tx, to_tx)
+    assert as_bits(found) == as_bits(want)
+
+
+@pytest.mark.parametrize("around", [lambda x: x, averaged])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_float32_params_may_be_split_before_they_are_cast(around, bits):
+    """As NNX's way is: the masters keep their bits, whatever form they were in."""
+    params = {"w": start_of("float32")[1]["w"]}
+    to_tx = around(masters(adamw, storage=optax_mp.Split(bits)))
+    for from_tx in (adamw, optax_mp.mixed_precision(adamw)):
+        state = from_tx.init(params)
+        found = optax_mp.convert_opt_state(state, params, from_tx, to_tx)
+        assert avals(found) == avals(to_tx.init(params))
+        cast = optax_mp.cast_floating(params, "bfloat16")
+        got = optax_mp.master_params(found, cast)["w"]
+        np.testing.assert_allclose(got, params["w"], rtol=2**-15 if bits == 8 else 2e-7)
+
+
+@from_each
+def test_an_nnx_optimizer_is_converted_in_place_as_its_page_says(old, new):
+    nnx = pytest.importorskip("flax.nnx")
+    if not hasattr(nnx, "to_pure_dict"):
+        pytest.skip("the page is about newer releases")
+    from_tx, to_tx = WITH_AVERAGES[old], WITH_AVERAGES[new]
+    model = nnx.Linear(32, 32, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, from_tx, wrt=nnx.Param)
+    grads = jax.tree.map(
+        lambda x: jnp.sin(x.astype(jnp.float32)), nnx.state(model, nnx.Param)
+    )
+    optimizer.update(model, grads)
+    weights = optax_mp.master_params(optimizer, model)
+    changed = optax_mp.convert_opt_state(optimizer, model, optimizer.tx, to_tx)
+    if new in IN_FLOAT32:
+        nnx.update(model, weights)
+    again = nnx.Optimizer(model, to_tx, wrt=nnx.Param)
+    nnx.update(again.opt_state, nnx.state(changed))
+    again.step[...] = optimizer.step[...]
+    assert as_bits(plain(again)) == as_bits(plain(changed))
+    again.update(model, grads)
+    assert again.step[...] == 2
+
+
+def test_states_in_boxes_are_converted_as_those_without():
+    """Haliax's scales stand without a box; those of Equinox are in its module."""
+    boxes = {
+        "haliax": lambda x: pytest.importorskip("haliax").named(x, ("rows", "columns")),
+        "equinox": lambda x: pytest.importorskip("equinox").nn.Embedding(weight=x),
+    }
+    weights = start_of("split 16")[1]["w"]
+    names = "averages", "5 bytes", "full copy"
+    pairs = list(itertools.pairwise(WITH_AVERAGES[name] for name in names))
+    for box in boxes.values():
+        for old, new in pairs:
+            results = []
+            for params in ({"w": box(weights)}, {"w": weights}):
+                after, state = stepped(old.init, old.update, params)
+                found = optax_mp.convert_opt_state(state, after, old, new)
+                assert jax.tree.structure(found) == jax.tree.structure(new.init(params))
+                results.append(found)
+            assert as_bits(results[0]) == as_bits(results[1])
+        saved = pickle.loads(pickle.dumps(jax.device_get(results[0])))
+        assert jax.tree.structure(saved) == jax.tree.structure(results[0])

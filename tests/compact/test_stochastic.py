@@ -193,3 +193,50 @@ def test_8_bit_params_are_refused_by_name():
     match = r"param \['a'\]\['b'\] in 16 bits or more, got float8_e4m3fn\[3\]"
     with pytest.raises(ValueError, match=match):
         stochastic_rounding(optax.adam(1.0)).init(params)
+
+
+def slope_of_rate(make, dtype, is_scanned):
+    """Return d loss after three steps / d learning rate, of a linear model."""
+    rng = np.random.default_rng(0)
+    x, y, w = (
+        rng.normal(size=s).astype(np.float32) for s in ((64, 32), (64, 16), (32, 16))
+    )
+
+    def loss(w):
+        return jnp.mean((x @ w.astype(jnp.float32) - y) ** 2)
+
+    def after(rate):
+        tx, start = make(rate), jnp.asarray(w / 6, dtype)
+
+        def step(carry, _):
+            w, state = carry
+            grads = jax.grad(loss)(w).astype(jnp.float32)
+            updates, state = tx.update(grads, state, w)
+            return (optax.apply_updates(w, updates), state), None
+
+        carry = start, tx.init(start)
+        if is_scanned:
+            return loss(jax.lax.scan(step, carry, length=3)[0][0])
+        for _ in range(3):
+            carry, _ = step(carry, None)
+        return loss(carry[0])
+
+    return float(jax.jit(jax.grad(after))(1e-2))
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+@pytest.mark.parametrize(
+    "inner", [optax.adam, functools.partial(optax.sgd, momentum=0.9)]
+)
+def test_steps_are_differentiated_as_those_of_float32(inner, is_scanned):
+    """Rounding is the identity for derivatives; codes hand on no slope at all."""
+    want = slope_of_rate(inner, jnp.float32, is_scanned)
+    assert abs(want) > 1
+    for dtype in (jnp.bfloat16, jnp.float16):
+        rounding = lambda rate: stochastic_rounding(inner(rate))  # noqa: E731
+        found = slope_of_rate(rounding, dtype, is_scanned)
+        np.testing.assert_allclose(found, want, rtol=5e-3)
+    for bits in (8, 16):
+        coded = lambda rate: low_bit_state(inner(rate), min_size=64, bits=bits)  # noqa: B023, E731
+        found = slope_of_rate(coded, jnp.float32, is_scanned)
+        np.testing.assert_allclose(found, want, rtol=1e-2)

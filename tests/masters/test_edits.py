@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
+from guide import names_of
 from reference import rounded
 from slow_cases import mostly_slow
 from steps import by_update, take_rounded_steps
@@ -244,3 +245,29 @@ def test_no_step_is_taken_for_an_edit(dtype):
     # Where a weight shrank to 2^-15 (2^-12) of what it was, it moved by 2^-24 of that.
     assert np.count_nonzero(apart) <= 10
     assert apart.max() < 2.0**-20
+
+
+def test_a_relora_reset_holds_as_the_page_of_adapters_makes_it():
+    """After 16-bit updates the next step would undo it, as the page says."""
+    merge = names_of("adapters.md", "merge_adapters")["merge_adapters"]
+    rng, dtypes = np.random.default_rng(0), {"w": (4, 4), "a": (4, 2), "b": (2, 4)}
+    start = {k: jnp.asarray(rng.normal(size=s), "bfloat16") for k, s in dtypes.items()}
+    grads = {k: jnp.sign(x) for k, x in start.items()}
+
+    def train(tx, params, grads):
+        state, step = tx.init(params), jax.jit(by_update(tx))
+        for _ in range(3):
+            params, state = step(params, state, grads)
+        params, state = merge(params, state)
+        return step(params, state, grads)
+
+    adam = optax.adam(2**-6)
+    wide = [optax_mp.cast_floating(x, "float32") for x in (start, grads)]
+    want, _ = train(adam, *wide)
+    for update_dtype, is_kept in (jnp.float32, True), (None, False):
+        tx = optax_mp.mixed_precision(adam, update_dtype=update_dtype)
+        params, state = train(tx, start, grads)
+        masters = optax_mp.master_params(state, params)
+        apart = {k: float(abs(masters[k] - want[k]).max()) for k in want}
+        # The merged weights were rounded once.
+        assert (apart["b"] < 1e-6) == (apart["w"] < 0.02) == is_kept

@@ -62,6 +62,15 @@ def test_masters_are_found_and_replaced(nesting):
     assert as_bits(back) == as_bits(state)
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+def test_masters_are_replaced_under_strict_promotion(bits):
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), storage=optax_mp.Split(bits))
+    with jax.numpy_dtype_promotion("strict"):
+        state = optax_mp.replace_master_params(tx.init(PARAMS), CAST, LOADED)
+        masters = optax_mp.master_params(state, CAST)
+    np.testing.assert_allclose(masters["a"], LOADED["a"], rtol=2.0**-15)
+
+
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_without_masters_the_params_are_returned_in_float32(is_scaled):
     tx = optax.adam(0.1)

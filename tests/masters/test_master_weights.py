@@ -333,9 +333,27 @@ def test_masters_as_narrow_as_all_params_are_an_error(master_dtype, param_dtype)
     """The second argument is taken for the dtype of params."""
     tx = optax_mp.mixed_precision(optax.sgd(1.0), master_dtype)
     params = {"n": jnp.int32(1), "norm": jnp.ones(4), "w": jnp.ones(4, param_dtype)}
-    message = rf"`master_dtype` to be wider .*got {master_dtype} for \['w'\] in {param_dtype}.* `param_dtype`"
-    with pytest.raises(ValueError, match=message):
-        tx.init(params)
+    of_w = {"n": False, "norm": False, "w": True}
+    wide = optax_mp.cast_floating(params, jnp.float32)
+    declared = optax_mp.get_policy(param_dtype, keep_f32=("norm",))
+    by_policy = optax_mp.mixed_precision(
+        optax.sgd(1.0), master_dtype, param_dtype=declared
+    )
+    ways = (
+        lambda: tx.init(params),
+        lambda: jax.eval_shape(tx.init, params),
+        lambda: optax.masked(tx, of_w).init(params),
+        lambda: by_policy.init(wide),
+        lambda: tx.update(params | {"n": None}, tx.init(wide), params),  # cast later
+    )
+    message = rf"`master_dtype`, .* wider .*got {master_dtype} for \['w'\] in {param_dtype}.* `param_dtype="
+    for way in ways:
+        with pytest.raises(ValueError, match=message):
+            way()
+    labels = {"n": "rest", "norm": "norm", "w": "rest"}
+    masters = optax_mp.mixed_precision(optax.sgd(1.0))
+    optax.partition({"rest": masters, "norm": tx}, labels).init(params)
+    assert tx.init({"n": jnp.int32(1)}).master_params["n"] == optax.MaskedNode()
     # A param in 8 bits has a master of 16, and one of 16 bits is its own.
     if master_dtype != "float8_e5m2":
         state = tx.init(params | {"low": jnp.ones(4, "float8_e4m3fn")})

@@ -1,6 +1,8 @@
 """Gradients of leaves that are no floating arrays: None, float0, Python numbers."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from comparison import as_bits
@@ -43,6 +45,22 @@ def test_integer_params_stay_in_everybodys_loop(form, gradient):
 @pytest.mark.parametrize("is_jitted", [True, False])
 def test_a_python_float_is_a_param_as_in_plain_optax(form, is_jitted):
     check_a_python_float_is_a_param(FORMS[form](), is_jitted)
+
+
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
+@pytest.mark.parametrize("form", ["masters", "Split(16)"])
+def test_apply_if_finite_inside_takes_gradients_of_none(form):
+    """Around masters it cannot: their update of such a param is an array of zeros."""
+    settings = {"storage": optax_mp.Split(16)} if form == "Split(16)" else {}
+    tx = optax_mp.mixed_precision(optax.apply_if_finite(optax.sgd(1.0), 5), **settings)
+    params = {k: OF_ALL_KINDS[k] for k in ("w", "b")} | {"n": jnp.arange(3)}
+    ones, state = jnp.ones((64, 96)), tx.init(params)
+    no_slope = np.zeros(3, jax.dtypes.float0)
+    for w, b, n in (ones, None, None), (ones * jnp.nan, None, no_slope):
+        after, state = by_update(tx)(params, state, {"w": w, "b": b, "n": n})
+        assert as_bits((after["b"], after["n"])) == as_bits((params["b"], params["n"]))
+        assert bool((after["w"] != params["w"]).all()) == (w is ones)
+        params = after
 
 
 def test_a_param_frozen_by_none_stays():

@@ -2,17 +2,16 @@
 
 import dataclasses
 import importlib
-import inspect
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import jax
 import pytest
 from benchmark_rows import BENCHMARKS, FOLDERS
-
-import optax_mp
 
 HERE = Path(__file__).parents[2]
 PAGE = HERE / "docs" / "evidence.md"
@@ -57,24 +56,132 @@ def test_the_page_is_what_the_results_say(script):
     )
 
 
-def test_results_are_of_this_program(script, monkeypatch):
-    fingerprints, records = script("fingerprints"), script("record").read_all()
-    # Those that are not say so on the page: see the next test.
-    demo = {"demo": records["demo"]}
-    now = fingerprints.fingerprints()
-    demo["demo"] = dataclasses.replace(demo["demo"], fingerprints=now)
-    assert fingerprints.stale(demo) == {}
-    # Another state, or another default, is another program.
-    with monkeypatch.context() as patch:
-        patch.setitem(fingerprints.MODEL, "norm", fingerprints.MODEL["count"])
-        fingerprints.fingerprints.cache_clear()
-        assert "masters, Split" in fingerprints.stale(demo)["demo"]
-    low_bit_state = inspect.unwrap(optax_mp.low_bit_state)
-    defaults = low_bit_state.__kwdefaults__ | {"min_size": 64}
-    monkeypatch.setattr(low_bit_state, "__kwdefaults__", defaults)
-    fingerprints.fingerprints.cache_clear()
-    assert fingerprints.stale(demo)["demo"].startswith("low-bit state changed; `python")
-    fingerprints.fingerprints.cache_clear()
+def record_of_all_forms(script, fingerprints):
+    """Return a result that names every form, made by a program of these fingerprints."""
+    record = script("record")
+    names = list(script("fingerprints").FORMS)
+    tables = {
+        "all": [{"form": name if name != "amp" else "amp bf16"} for name in names]
+    }
+    return record.Record(
+        date="2026-11-29",
+        machine="2 CPU cores",
+        versions={"jax": jax.__version__},
+        command="python benchmarks demo",
+        tables=tables,
+        fingerprints=fingerprints,
+    )
+
+
+def test_a_result_is_of_the_program_whose_text_it_names(script):
+    found = script("fingerprints")
+    now = found.fingerprints()
+    assert len(now) == len(found.FORMS) * len(found.PLATFORMS)
+    assert found.stale({"all": record_of_all_forms(script, now)}) == {}
+    other = now | {"amp on cpu": "another"}
+    said = found.stale({"all": record_of_all_forms(script, other)})["all"]
+    assert said.startswith("amp on cpu changed; `python benchmarks demo --json FILE`")
+    # Of another version of JAX nothing is known, but a form without any is of no program.
+    record = record_of_all_forms(script, other)
+    elsewhere = dataclasses.replace(record, versions={"jax": "0.0.1"})
+    assert found.stale({"all": elsewhere}) == {}
+    del other["amp on cpu"]
+    assert "amp on cpu" in found.stale({"all": elsewhere})["all"]
+
+
+# A fault, by a file of the package, a text of it and another, and the forms whose
+# programs it changes.
+FAULTS = {
+    "rounding of codes to nearest": (
+        "compact/_codes.py",
+        "lax.mul(uniform_numbers(values.shape, key), lax.sub(high, low))",
+        "lax.mul(np.float32(0.5), lax.sub(high, low))",
+        {"low-bit state"},
+    ),
+    "rounding of params biased upwards": (
+        "compact/_rounding.py",
+        "rises = lax.lt(lax.mul(numbers, np.float32(unit)), rest)",
+        "rises = lax.lt(lax.mul(numbers, np.float32(unit - 1)), rest)",
+        {"stochastic rounding"},
+    ),
+    "the last bit of a master to nearest": (
+        "core/masters/_split.py",
+        "if key is not None:",
+        "if key is not None and False:",
+        {"Split(8)"},
+    ),
+    "choices after the step": (
+        "core/wrappers/_choose.py",
+        'jaxpr = _choose_where_computed(call.params["jaxpr"], at)',
+        'jaxpr = call.params["jaxpr"]',
+        {"loss scale", "link"},
+    ),
+    "16-bit updates taken for exact": (
+        "core/masters/_transform.py",
+        ">= max(32,",
+        ">= min(16,",
+        {"masters", "average", "offload", "zero1"},
+    ),
+    "no clipping in the second of two passes": (
+        "release/_release.py",
+        "value, _layers.times(grads, factor), layers",
+        "value, grads, layers",
+        {"release"},
+    ),
+    "products of amp as written": (
+        "jaxprs/_primitives.py",
+        "low         dot_general",
+        "low         another_name",
+        {"amp"},
+    ),
+    "an average of half the share": (
+        "averages/_average.py",
+        "incremental_update(weight, average, 1 - decay)",
+        "incremental_update(weight, average, 0.5 * (1 - decay))",
+        {"average"},
+    ),
+    "a smaller backoff": (
+        "core/scaling/_loss_scaling.py",
+        "backoff_factor: float = 0.5",
+        "backoff_factor: float = 0.25",
+        {"loss scale", "link"},
+    ),
+    "lines along another axis": (
+        "compact/_quantized.py",
+        "_MOST_UNEVEN, _FEWEST_FEATURES = 8, 128",
+        "_MOST_UNEVEN, _FEWEST_FEATURES = 64, 128",
+        {"low-bit state"},
+    ),
+    "the same keys for two transforms": (
+        "core/masters/_transform.py",
+        "_SALT = 2",
+        "_SALT = 1",
+        {"Split(8)"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_makes_the_results_of_its_forms_stale(fault, script, tmp_path):
+    """And no others."""
+    path, text, other, forms = FAULTS[fault]
+    shutil.copytree(HERE / "optax_mp", tmp_path / "optax_mp")
+    file = tmp_path / "optax_mp" / path
+    source = file.read_text(encoding="utf-8")
+    assert source.count(text) == 1
+    file.write_text(source.replace(text, other), encoding="utf-8")
+    # The folder of the tests is on the path, and with it the package as it is.
+    program = (
+        f"import sys; sys.path[:0] = {[str(tmp_path), *FOLDERS]!r}; "
+        "import fingerprints; fingerprints.main()"
+    )
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    now = dict(line.split(": ") for line in done.stdout.splitlines())
+    before = script("fingerprints").fingerprints()
+    changed = {x.split(" on ")[0] for x in before if now[x] != before[x]}
+    assert changed == forms
 
 
 def test_results_of_an_earlier_program_say_so(script, monkeypatch):

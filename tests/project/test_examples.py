@@ -114,7 +114,7 @@ def test_an_example_runs_as_a_script(name, capsys):
 
 PRECISIONS = ["f32", "bf16", "f16", "compact", "amp"]
 COUNTS = ["finite_count", "skipped_count", "total_skipped_count"]
-FLAGS = "at_min_scale", "last_finite"
+FLAGS = "at_min_scale", "last_finite", "skipped_by_loss"
 LOGGED = {
     precision: ["loss", "step_count"] for precision in PRECISIONS if precision != "f16"
 } | {"f16": sorted([*COUNTS, *FLAGS, "loss", "loss_scale", "step_count"])}

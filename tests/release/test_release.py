@@ -341,8 +341,13 @@ def test_integers_among_the_layers_stay():
     tx = optax_mp.mixed_precision(optax.adam(1e-2))
     step = jax.jit(optax_mp.release_gradients(fun, tx, max_norm=1.0))
     new = step(jax.vmap(tx.init)(layers), layers, rest_of(), batches()[0])[2]
-    assert_same(new.pop("number"), layers.pop("number"))
-    assert_moved(new, layers)
+    assert_same(new.pop("number"), layers["number"])
+    assert_moved(new, {name: layers[name] for name in new})
+    # Plain optimizers want a gradient of each array, or change the tree of their state.
+    for plain in (optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9)):
+        for tx in (plain, optax.apply_if_finite(plain, 5)):
+            words = r"passes over params without .*\['number'\] is int32\[4\]; pass int"
+            refuse(words, tx, fun, layers)
 
 
 # Clipping, and skipped steps
@@ -386,12 +391,15 @@ def with_a_bad_layer(layers, rest, inputs):
     return jnp.mean(x.astype(jnp.float32) ** 2) + 1e-3 * roots.sum()
 
 
+# What is around the optimizer of the layers, and then around that of `rest`.
+SAME, SCALED = (
+    (lambda tx: tx),
+    functools.partial(optax_mp.dynamic_loss_scale, init_scale=2.0**20),
+)
 SKIPPING = {
-    "float16": lambda tx: optax_mp.dynamic_loss_scale(
-        optax_mp.mixed_precision(tx), init_scale=2.0**20
-    ),
-    "float32": lambda tx: optax_mp.dynamic_loss_scale(tx, init_scale=2.0**20),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "float16": (optax_mp.mixed_precision, SCALED),
+    "float32": (SAME, SCALED),
+    "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 5), SAME),
 }
 
 
@@ -399,14 +407,17 @@ SKIPPING = {
 def test_an_overflow_in_one_layer_skips_the_step_of_all(name):
     """The wrapped optimizer takes the same steps on all arrays at once, and clips."""
     dtype = "float16" if name == "float16" else "float32"
-    wrap, sgd = SKIPPING[name], optax.sgd(0.1, momentum=0.9)
-    tx, whole = wrap(sgd), wrap(optax.chain(optax.clip_by_global_norm(1.0), sgd))
+    (wrap, scale), sgd = SKIPPING[name], optax.sgd(0.1, momentum=0.9)
+    tx = wrap(sgd)
+    whole = scale(wrap(optax.chain(optax.clip_by_global_norm(1.0), sgd)))
+    tx_of_rest = scale(tx)
 
     @jax.jit
     def release(state, layers, rest_and_state, inputs):
+        rest, of_rest = rest_and_state
         step = optax_mp.release_gradients(with_a_bad_layer, tx, max_norm=1.0)
-        _, grads, *new = step(state, layers, rest_and_state[0], inputs)
-        return new, by_update(tx)(*rest_and_state, grads)
+        _, grads, *new = step(state, layers, rest, inputs, rest_state=of_rest)
+        return new, by_update(tx_of_rest)(rest, of_rest, grads)
 
     @jax.jit
     def separate(state, params, inputs):
@@ -416,7 +427,7 @@ def test_an_overflow_in_one_layer_skips_the_step_of_all(name):
 
     params = optax_mp.cast_floating((layers_of(), rest_of()), dtype)
     (layers, rest), other, moves = params, whole.init(params), 0
-    state, of_rest = jax.vmap(tx.init)(layers), tx.init(rest)
+    state, of_rest = jax.vmap(tx.init)(layers), tx_of_rest.init(rest)
     for x, bad in zip(batches(6).astype(dtype), [-1, -1, -1, -1, 2, -1], strict=True):
         before, inputs = (layers, rest), (x, jnp.arange(LAYERS) == bad)
         (layers, state), (rest, of_rest) = release(
@@ -427,12 +438,78 @@ def test_an_overflow_in_one_layer_skips_the_step_of_all(name):
         same = {np.array_equal(a, b) for a, b in pairs}
         assert len(same) == 1 and (same == {True} or bad < 0)
         moves += same == {False}
-        assert np.all(state.last_finite == other.last_finite)
+        verdicts = (state if scale is SAME else of_rest).last_finite
+        assert np.all(verdicts == other.last_finite)
         for a, b in zip(*map(jax.tree.leaves, (params, (layers, rest))), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-3 if dtype == "float16" else 1e-5)
     assert moves < 5 if dtype == "float16" else moves == 5
-    scales = [np.ravel(optax_mp.loss_scale(x)) for x in (state, of_rest, other)]
-    assert np.unique(np.concatenate(scales)).size == 1
+    assert optax_mp.loss_scale(of_rest) == optax_mp.loss_scale(other)
+
+
+def with_bad_parts(layers, rest, inputs):
+    """Two stacks; the loss is NaN, or the gradient of one layer or of `rest` infinite."""
+    x, ruins, is_nan, ruins_rest = inputs
+    zero = rest["gain"] - lax.stop_gradient(rest["gain"])
+    value = jnp.sqrt(jnp.where(ruins_rest, zero, 1.0))
+    for name, ruined in (("encoder", ruins), ("decoder", ruins & False)):
+        value += with_a_bad_layer(layers[name], rest, (x, ruined))
+    return jnp.where(is_nan, jnp.nan, 1.0) * value
+
+
+# For each step: the loss is NaN, the gradient of a layer is not finite, or of `rest`.
+BAD = {2: "loss", 3: "loss", 5: "layer", 8: "rest", 9: "loss", 13: "layer", 14: "rest"}
+
+
+@mostly_slow("passes_value", [True, False], {True}.__contains__)
+def test_a_step_has_one_loss_scale_and_one_verdict(passes_value):
+    """Of 20 steps each is that of one loss scale around all params, or is skipped."""
+    scaled = functools.partial(
+        optax_mp.dynamic_loss_scale, init_scale=2.0**14, growth_interval=4
+    )
+    sgd, adam = optax.sgd(1e-3, momentum=0.9), optax.adam(1e-2)
+    txs, tx_of_rest = {"encoder": sgd, "decoder": adam}, scaled(sgd)
+    labels = {"encoder": "sgd", "decoder": "adam"}, "sgd"
+    whole = scaled(optax.partition({"sgd": sgd, "adam": adam}, labels))
+
+    def known(value):
+        return {"value": value} if passes_value else {}
+
+    @jax.jit
+    def release(layers, states, rest, of_rest, inputs):
+        step = optax_mp.release_gradients(with_bad_parts, txs)
+        args = states, layers, rest, inputs
+        value, grads, layers, states = step(*args, rest_state=of_rest)
+        updates, of_rest = tx_of_rest.update(grads, of_rest, rest, **known(value))
+        return layers, states, optax.apply_updates(rest, updates), of_rest
+
+    @jax.jit
+    def separate(params, state, inputs):
+        gradients = optax_mp.value_and_grad(lambda p, x: with_bad_parts(*p, x))
+        value, grads = gradients(state, params, inputs)
+        updates, state = whole.update(grads, state, params, **known(value))
+        return optax.apply_updates(params, updates), state
+
+    layers = {"encoder": layers_of(), "decoder": layers_of()}
+    states = {name: jax.vmap(txs[name].init)(layers[name]) for name in txs}
+    run = layers, states, rest_of(), tx_of_rest.init(rest_of())
+    params, state = (layers, rest_of()), whole.init((layers, rest_of()))
+    scales = set()
+    for i, x in enumerate(batches(20)):
+        bad, before = BAD.get(i), run
+        ruins = jnp.arange(LAYERS) == (2 if bad == "layer" else -1)
+        inputs = x, ruins, bad == "loss", bad == "rest"
+        run, (params, state) = release(*run, inputs), separate(params, state, inputs)
+        assert_same((run[0], run[2]), params, exact=False)
+        for name in ("scale", "finite_count", "hysteresis_left", "total_skipped_count"):
+            assert getattr(run[3], name) == getattr(state, name)
+        if bad:
+            assert_same(
+                (*run[:3], run[3].inner_state), (*before[:3], before[3].inner_state)
+            )
+        else:
+            assert_moved(run[0], before[0])
+        scales.add(float(run[3].scale))
+    assert len(scales) > 2
 
 
 def test_two_passes_take_float32_under_x64(x64):
@@ -561,6 +638,62 @@ def test_ranks_of_shard_map_share_their_gradients(mesh):
     assert_same(released, expected, exact=False)
 
 
+def test_ranks_of_shard_map_have_one_loss_scale(mesh):
+    """The infinite gradient is of one rank's examples; all ranks skip the step."""
+    layers, rest, x = jax.device_get(wide(mesh))
+    sgd = optax.sgd(0.1, momentum=0.9)
+    tx_of_rest = optax_mp.dynamic_loss_scale(sgd)
+    opt_state, of_rest = jax.vmap(sgd.init)(layers), tx_of_rest.init(rest)
+
+    def mean_loss(*args):
+        return lax.pmean(loss(*args), "data")
+
+    def step(opt_state, layers, rest, of_rest, x):
+        release = optax_mp.release_gradients(mean_loss, sgd, max_norm=0.1)
+        value, grads, layers, opt_state = release(
+            opt_state, layers, rest, x, rest_state=of_rest
+        )
+        updates, of_rest = tx_of_rest.update(grads, of_rest, rest, value=value)
+        return opt_state, layers, optax.apply_updates(rest, updates), of_rest
+
+    ranks = jax.shard_map(
+        step, mesh=mesh, in_specs=(*[P()] * 4, P("data")), out_specs=P()
+    )
+    old = opt_state, layers, rest, of_rest
+    skipped = jax.jit(ranks)(*old, jnp.asarray(x).at[3].set(jnp.inf))
+    assert_same(skipped[:3], old[:3])
+    new = jax.jit(ranks)(*old, x)
+    separate = jax.jit(separately(loss, sgd, max_norm=0.1))
+    _, grads, *expected = separate(opt_state, layers, rest, x)
+    expected += [optax.apply_updates(rest, sgd.update(grads, sgd.init(rest))[0])]
+    assert_same((new[1], new[0], new[2]), tuple(expected), exact=False)
+
+
+def own_steps(mesh):
+    """Return steps of ranks whose types do not say that their gradients differ."""
+    tx = optax.sgd(0.1)
+    layers, x = layers_of(), jax.random.normal(KEY, (8, 5, WIDTH))
+    args = jax.vmap(tx.init)(layers), layers, rest_of()
+
+    def step(x):
+        mean_loss = lambda *args: lax.pmean(loss(*args), "data")  # noqa: E731
+        return optax_mp.release_gradients(mean_loss, tx)(*args, x)[2]
+
+    ranks = jax.shard_map(
+        lambda x: step(x[0]), mesh=mesh, in_specs=P("data"), out_specs=P(),
+        check_vma=False,
+    )  # fmt: skip
+    return {"check_vma=False": (ranks, x), "pmap": (jax.pmap(step, "data"), x)}
+
+
+@pytest.mark.parametrize("name", ["check_vma=False", "pmap"])
+def test_ranks_that_would_step_by_their_own_gradients_are_refused(mesh, name):
+    step, x = own_steps(mesh)[name]
+    words = "the axis 'data' of .*check_vma=False.*jax.pmap.*use .*`check_vma=True`"
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(step, x)
+
+
 def test_zero1_keeps_a_part_of_the_state_on_each_device(mesh):
     layers, rest, x = wide(mesh)
     layers = jax.device_put(layers, NamedSharding(mesh, P()))
@@ -607,9 +740,14 @@ CLIPPED = optax.chain(CLIP, optax.adamw(1e-3))
 REFUSED = {
     "in clip_by_global_norm .*; clip by the global norm with .*max_norm": CLIPPED,
     "in clip_by_global_norm": optax.apply_if_finite(CLIPPED, 3),
-    "several params.* in clip_by_global_norm": optax_mp.dynamic_loss_scale(CLIPPED),
     "steps of all params or of none": optax.masked(
-        SKIPPING["apply_if_finite"](CLIP), {"kernel": True, "bias": False}
+        optax.apply_if_finite(CLIP, 5), {"kernel": True, "bias": False}
+    ),
+    "without a loss scale, .* got a second .*`rest` alone": (
+        optax_mp.dynamic_loss_scale(optax.sgd(0.1))
+    ),
+    "got a second one in `opt_state`": optax.chain(
+        optax_mp.static_loss_scale(scale=8.0), optax_mp.mixed_precision(optax.sgd(0.1))
     ),
     "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
     "several params.* in monitor": optax.chain(
@@ -755,15 +893,33 @@ def test_optimizers_for_other_trees_are_refused():
     with pytest.raises(ValueError, match="`max_norm` to be a positive number, got 0"):
         optax_mp.release_gradients(loss, sgd, max_norm=0)
     layers = layers_of()
-    for tx, words in (
-        (optax_mp.static_loss_scale(sgd), "a loss has one scale, got 1 in 2 optim"),
-        (optax.apply_if_finite(sgd, 5), "skip steps .* or none, .* got 1 of 2 that do"),
-    ):
-        step = optax_mp.release_gradients(two_stacks, {"encoder": tx, "decoder": sgd})
-        states = {"encoder": jax.vmap(tx.init)(layers), "decoder": state}
-        both = {"encoder": layers, "decoder": layers}
-        with pytest.raises(ValueError, match=words):
-            step(states, both, rest_of(), batches()[0])
+    tx = optax.apply_if_finite(sgd, 5)
+    step = optax_mp.release_gradients(two_stacks, {"encoder": tx, "decoder": sgd})
+    states = {"encoder": jax.vmap(tx.init)(layers), "decoder": state}
+    both = {"encoder": layers, "decoder": layers}
+    with pytest.raises(ValueError, match="skip steps .* or none, .* 1 of 2 that do"):
+        step(states, both, rest_of(), batches()[0])
+
+
+def test_a_loss_scale_that_nothing_moves_is_refused():
+    sgd, layers = optax.sgd(0.1), layers_of()
+    state, scaled = jax.vmap(sgd.init)(layers), optax_mp.dynamic_loss_scale(sgd)
+    step = optax_mp.release_gradients(loss, sgd)
+    with pytest.raises(ValueError, match="expected weights in `rest`, by whose .*dict"):
+        step(state, layers, {}, batches()[0], rest_state=scaled.init({}))
+    two = scaled.init(rest_of()["in"]), scaled.init(rest_of()["gain"])
+    with pytest.raises(ValueError, match="`rest_state`: expected one loss .* got 2"):
+        step(state, layers, rest_of(), batches()[0], rest_state=two)
+
+
+@pytest.mark.parametrize("around", [SAME, lambda tx: optax.chain(optax.clip(1.0), tx)])
+def test_optimizers_look_for_no_mark(around, after_a_link):
+    """A search for the mark of a link would join the gradients of all arrays."""
+    tx = around(optax_mp.mixed_precision(optax.adam(1e-2)))
+    layers = layers_of(jnp.bfloat16)
+    step = optax_mp.release_gradients(loss, tx)
+    new = jax.jit(step)(jax.vmap(tx.init)(layers), layers, rest_of(), batches()[0])[2]
+    assert_moved(new, layers)
 
 
 def test_float16_warns_that_there_is_no_loss_scale():
@@ -802,3 +958,16 @@ def test_the_gradients_of_all_layers_never_exist():
         # On a GPU, XLA writes some float32 arrays of the size of a layer, one of 16.
         most = 0.11 if target == "v5e" else 0.6
         assert (share > 0.9) if way == "separate" else (share < most)
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_scan3"), reason="of JAX 0.12")
+def test_a_switch_under_which_scans_have_no_gradient_is_refused():
+    step = optax_mp.release_gradients(lambda layers, rest: 0.0, optax.sgd(0.1))
+    jax.config.update("jax_scan3", True)
+    try:
+        with pytest.raises(ValueError, match="`jax_scan3` to be off"):
+            step(
+                jax.vmap(optax.sgd(0.1).init)({"w": jnp.ones(3)}), {"w": jnp.ones(3)}, 1
+            )
+    finally:
+        jax.config.update("jax_scan3", False)

@@ -18,6 +18,7 @@ OF_A_SCALE = {
     "skipped_count": jnp.int32,
     "total_skipped_count": jnp.int32,
     "last_finite": jnp.bool_,
+    "skipped_by_loss": jnp.bool_,
     "at_min_scale": jnp.bool_,
 }
 STEPS = {"step_count": jnp.int32}
@@ -79,6 +80,7 @@ def test_metrics_are_the_counters_of_plain_python():
             "skipped_count": rule.skipped_count,
             "total_skipped_count": rule.total_skipped_count,
             "last_finite": finite,
+            "skipped_by_loss": False,
             "at_min_scale": False,
             "step_count": steps,
         }
@@ -137,7 +139,7 @@ def test_several_loss_scales_have_distinct_names(name):
     found = optax_mp.metrics(state)
     scales = {name: x for name, x in found.items() if name.endswith("loss_scale")}
     assert scales == expected
-    assert len(found) == 14
+    assert len(found) == 16
     assert list(found) == list(optax_mp.metrics(jax.tree.map(jnp.ones_like, state)))
 
 

@@ -97,6 +97,54 @@ def test_the_dtype_of_a_product_is_that_of_its_wider_operand(left, right, dtype)
     assert product.is_wide or product.causes == ()
 
 
+# What is multiplied, by the first word of an algorithm's name. Those of several products
+# are as exact as float32, and those of 8 bits take operands as they are.
+WORDS = {"F16": "float16", BF16: BF16, "BF16": BF16, "F32": "float32"}
+WORDS |= {"TF32": "float32", "F64": "float64"}
+PRESETS = {
+    each.name: "float32" if "_X" in each.name else WORDS[each.name.split("_")[0]]
+    for each in lax.DotAlgorithmPreset
+    if "F8" not in each.name and each.name != "DEFAULT"
+}
+AS_THEY_ARE = [each for each in lax.DotAlgorithmPreset if each.name not in PRESETS]
+HAND_MADE = {
+    lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32): BF16,
+    lax.DotAlgorithm(jnp.float16, jnp.float32, jnp.float32): "float32",
+    lax.DotAlgorithm(
+        jnp.bfloat16, jnp.bfloat16, jnp.float32, num_primitive_operations=3
+    ): "float32",
+}
+ALGORITHMS = {lax.DotAlgorithmPreset[name]: dtype for name, dtype in PRESETS.items()}
+ALGORITHMS |= HAND_MADE
+
+
+def asking(precision):
+    return lambda x, y: lax.dot(x, y, precision=precision)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@pytest.mark.parametrize("operand", ["float32", BF16])
+def test_an_algorithm_says_what_a_product_multiplies(algorithm, operand):
+    product = only(asking(algorithm), *shapes((4, 4), (4, 4), dtype=operand))
+    assert product.dtype == ALGORITHMS[algorithm]
+    kinds = [cause.kind for cause in product.causes]
+    if not product.is_wide:
+        assert kinds == []
+    elif operand == BF16:  # Nothing but the algorithm makes it float32.
+        assert kinds == ["precision"]
+        assert product.causes[0].name == f"precision={algorithm}"
+        assert product.causes[0].line.startswith("test_precision_flops.py:")
+    else:
+        assert kinds == ["argument", "argument"]
+
+
+@pytest.mark.parametrize("operand", ["float32", BF16])
+@pytest.mark.parametrize("precision", [None, *lax.Precision, *AS_THEY_ARE], ids=str)
+def test_without_an_algorithm_the_operands_say_it(precision, operand):
+    args = shapes((4, 4), (4, 4), dtype=operand)
+    assert only(asking(precision), *args).dtype == operand
+
+
 def test_flops_of_a_ragged_dot_count_one_group_for_each_row():
     args = [*shapes((6, 4), (3, 4, 5)), jax.ShapeDtypeStruct((3,), "int32")]
     assert flops(lax.ragged_dot, *args) == 2 * 6 * 4 * 5

@@ -39,6 +39,25 @@ def amp_of_float32(fun):
     return amp(of_float32)
 
 
+@pytest.mark.parametrize("wrap", [as_it_is, amp])
+def test_attention_that_adds_in_float32_is_low(wrap):
+    """`jax.nn.dot_product_attention` asks for `BF16_BF16_F32`, and Flax calls it."""
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nnx.MultiHeadAttention(
+        *(2, 16), dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0)
+    )
+    graph, params = nnx.split(layer, nnx.Param)
+
+    def loss(params, x):
+        return jnp.mean(nnx.merge(graph, params)(x).astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.bfloat16)
+    report = precision_report(wrap(loss), params, x)
+    # All but the gradients of the input.
+    assert len(report.products) == 6 + 12 - 3
+    assert report.shares() == {"bfloat16": 1.0}
+
+
 def test_float32_norms_make_most_of_an_unmodified_u_net_float32():
     report = report_on(shapes_of_u_net(), as_it_is, "bfloat16")
     forward = [each for each in report.products if not each.is_backward]

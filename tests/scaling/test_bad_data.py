@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import optax_mp
-from optax_mp.core.scaling._state import is_at_floor
+from optax_mp.core.scaling._state import is_at_floor, is_skipped_by_loss
 
 STEPS, ROWS, START = 600, 16, 2.0**13
 RNG = np.random.default_rng(0)
@@ -68,6 +68,32 @@ def test_one_bad_batch_in_twenty_lowers_torchs_scale_to_its_floor_but_not_with_v
     optax_mp.check_loss_scale(state)
 
 
+@pytest.mark.parametrize(
+    "make", [optax_mp.dynamic_loss_scale, optax_mp.static_loss_scale]
+)
+def test_the_state_and_the_check_say_whether_the_loss_or_the_scale_was_bad(make):
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = make(optax.sgd(0.1))
+    state, update = tx.init(params), jax.jit(tx.update)
+    good, bad = params, dict(params, b=jnp.array([1.0, jnp.inf]))
+    told = []
+    for grads, value in ((good, 1.0), (bad, jnp.inf), (good, 1.0), (bad, 1.0)):
+        state = update(grads, state, params, value=value)[1]
+        told.append((bool(state.last_finite), bool(is_skipped_by_loss(state))))
+        if not told[-1][0]:
+            with pytest.raises(FloatingPointError) as caught:
+                optax_mp.check_loss_scale(state, max_skipped=0, params=params)
+            by_loss = "since `init`, and in the last of them the loss was not finite"
+            assert (by_loss in str(caught.value)) == told[-1][1]
+            assert ("not finite was ['b']" in str(caught.value)) == (not told[-1][1])
+    # What was told stays until another step is skipped.
+    assert told == [(True, False), (False, True), (True, True), (False, False)]
+    # A finite gradient is not skipped, whatever the loss is; without one nothing is known.
+    state = update(good, tx.init(params), params, value=jnp.nan)[1]
+    assert not is_skipped_by_loss(state)
+    assert not is_skipped_by_loss(update(bad, state, params)[1])
+
+
 def test_a_loss_may_be_a_number_of_python():
     tx, params = (
         optax_mp.dynamic_loss_scale(optax.sgd(0.1)),
@@ -101,4 +127,5 @@ def test_ranks_agree_on_an_overflow_and_on_a_bad_loss():
     assert after.scale.tolist() == [2.0**16] * 3
     assert after.finite_count.tolist() == [0] * 3
     assert after.total_skipped_count.tolist() == [1] * 3
+    assert is_skipped_by_loss(after).tolist() == [True] * 3
     assert on_ranks(bad, jnp.ones(3)).scale.tolist() == [2.0**15] * 3

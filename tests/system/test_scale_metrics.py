@@ -1,4 +1,4 @@
-"""What `metrics` says of a loss scale at its floor, and of a sharded state."""
+"""What `metrics` says of a scale at its floor, of a bad loss, and of a sharded state."""
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,17 @@ def test_an_overflow_at_the_floor_is_told_until_the_scale_grows():
         told.append(bool(optax_mp.metrics(state)["at_min_scale"]))
         state = state._replace(scale=jnp.float32(2.0))
     assert told == [False, True, False]
+
+
+def test_metrics_say_whether_the_loss_or_the_scale_made_a_step_skip():
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
+    params, bad = {"w": jnp.ones(2)}, {"w": jnp.array([1.0, jnp.nan])}
+    state, told = tx.init(params), []
+    for value in (jnp.nan, 1.0, None):
+        state = tx.update(bad, state, params, value=value)[1]
+        found = jax.jit(optax_mp.metrics)(state)
+        told.append((bool(found["skipped_by_loss"]), float(found["loss_scale"])))
+    assert told == [(True, 2.0**16), (False, 2.0**15), (False, 2.0**14)]
 
 
 def test_metrics_of_sharded_masters_under_jit():

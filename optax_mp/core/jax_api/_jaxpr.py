@@ -19,9 +19,9 @@ Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[_extend.Jaxpr, Sequence[Any]]:
     """Return a jaxpr and its constants."""
-    if isinstance(jaxpr, _extend.ClosedJaxpr):
-        return jaxpr.jaxpr, jaxpr.consts
-    return jaxpr, ()
+    # From JAX 0.12 on there is one class, and a jaxpr has its constants itself.
+    opened: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    return opened, getattr(jaxpr, "consts", ())
 
 
 def is_literal(atom: Any) -> bool:

@@ -299,7 +299,8 @@ def check_param_is_rounded(
     # The storage may round ties differently from a cast: accept both.
     _, target = storage.advance(storage.encode(new, param), param, new)
     value, rounded = param.astype(new.dtype), round_to(new, param.dtype)
-    is_right = (value == target) | (value == rounded)
+    # Cast, because `target` has the dtype of the param with `Split`.
+    is_right = (value == target.astype(new.dtype)) | (value == rounded)
     is_right |= jnp.isnan(value) & jnp.isnan(new)
     if not storage.param_is_part:
         is_right |= ~jnp.isfinite(value)  # no edit, as `follow_edits` says

@@ -65,31 +65,27 @@ class Settings(NamedTuple):
             if isinstance(dtype, np.dtype) and dtype.itemsize > 4:
                 _dtypes.check_available(dtype, f"mixed_precision: `{name}`")
 
-    def check_masters(
-        self, params: Leaves, stored: Sequence[Any], dtypes: Sequence[Any]
-    ) -> None:
+    def check_masters(self, params: Leaves, stored: Sequence[Any]) -> None:
         """Raise if no 16-bit param has a master, because masters are as narrow.
+
+        At `init` and in each step: the params may be cast in between.
 
         Args:
             params: the params.
             stored: what is stored for each, `MaskedNode()` if nothing is.
-            dtypes: the dtype of each in training, None if it is not floating.
         """
-        narrow = [
-            i for i, x in enumerate(dtypes) if x is not None and _dtypes.bits(x) <= 16
-        ]
-        if (
-            _dtypes.bits(self.master_dtype) <= 16
-            and narrow
-            and all(map(is_absent, stored))
-        ):
-            i = narrow[0]
-            raise ValueError(
-                "mixed_precision: expected `master_dtype` to be wider than the params, "
-                f"got {self.master_dtype} for {_tree.spell(params.paths[i])} in "
-                f"{dtypes[i]}, so that no param has a master; leave it out for float32 "
-                "masters, and say the dtype of params in training by `param_dtype`."
-            )
+        if _dtypes.bits(self.master_dtype) > 16 or not all(map(is_absent, stored)):
+            return
+        for path, leaf in zip(params.paths, params.values, strict=True):
+            dtype = self.dtype_in_training(path, leaf)
+            if dtype is not None and _dtypes.bits(dtype) <= 16:
+                raise ValueError(
+                    "mixed_precision: expected `master_dtype`, the second argument, to "
+                    f"be wider than the params, got {self.master_dtype} for "
+                    f"{_tree.spell(path)} in {dtype}, so that no param has a master; "
+                    "leave it out for float32 masters. The dtype of params in training "
+                    f"is the keyword `param_dtype=jnp.{dtype}`."
+                )
 
     def check_param(self, path: tuple[Any, ...], param: Any, stored: Any) -> None:
         """Raise unless `param` has the dtype and shape that the state was made for."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_mp.core._dtypes import round_to
+from optax_mp.core._dtypes import round_to, with_derivative_of
 from optax_mp.core._random_numbers import uniform_numbers
 from optax_mp.core.jax_api._arrays import computed_once, constant_like
 
@@ -71,7 +71,8 @@ class Split:
       value. An infinite param is its own master, and NaN stays NaN.
     - Params of 8 bits are an error. Those of 32 bits are their own masters, as with
       `FullCopy`; if all are, `init` warns.
-    - `jax.grad` through `tx.update` is zero.
+    - `jax.grad` through `tx.update`: rounding counts as the identity. The derivative of
+      a master is that of its param, in 16 bits, from one step to the next.
 
     Attributes:
         bits: the width of the remainder, 16 or 8.
@@ -136,7 +137,8 @@ class Split:
         Returns:
             float32 `[...]`.
         """
-        return self._format_of(param).join(stored, param.astype(jnp.float32))
+        master = self._format_of(param).join(stored, param.astype(jnp.float32))
+        return with_derivative_of(master, param)
 
     @_traced_once
     def advance(
@@ -161,8 +163,9 @@ class Split:
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
         form = self._format_of(param)
+        exact, param = master, lax.stop_gradient(param)
         # Both results must be of the same master, to the last bit.
-        master = computed_once(master)
+        master = computed_once(lax.stop_gradient(exact))
         if key is not None:
             master = form.round_at_random(master, uniform_numbers(master.shape, key))
         before = lax.convert_element_type(param, jnp.float32)
@@ -171,7 +174,8 @@ class Split:
         # An infinite param stays, but inf - inf is NaN.
         reached = lax.select(lax.is_finite(before), reached, target)
         landing = form.nearest(reached)
-        return form.remainder(master, landing), landing.astype(param.dtype)
+        remainder = form.remainder(master, landing)
+        return remainder, with_derivative_of(landing.astype(param.dtype), exact)
 
     def _format_of(self, param: jax.Array) -> "_UpperHalf | _LastPlace":
         return (_UpperHalf if param.dtype == _BFLOAT16 else _LastPlace)(self.bits)

@@ -67,6 +67,8 @@ def mixed_precision(
       that are merged and set to zero. After float32 updates each edited element is its
       new master in the next step. After 16-bit updates an edit cannot be told from a
       rounding, and is undone: pass `update_dtype=jnp.float32`, or call `follow_params`.
+    - Give each param one optimizer. Two of them over the same 16-bit params undo each
+      other's steps, as an edit is undone. The guide to masters has the ways out.
     - An infinite param, such as the -inf of a mask, stays infinite until its master is
       NaN, and NaN stays NaN. To make such params finite, cast `master_params` again.
       Weight decay makes infinities NaN, as in float32 training: exclude a mask from it.
@@ -104,7 +106,8 @@ def mixed_precision(
         TypeError: if `inner` is not a gradient transformation, or `storage` is neither
             `FullCopy()` nor `Split()`.
         ValueError: if a dtype is not floating; at `init`, if the storage cannot keep
-            the masters of a param, or if a dtype is float64 without 64-bit types.
+            the masters of a param, if a dtype is float64 without 64-bit types, or if no
+            16-bit param has a master because `master_dtype` is no wider.
 
     Example:
         >>> import jax.numpy as jnp
@@ -162,10 +165,9 @@ def _init_masters(
     """Return what is stored for each param, and the param that `inner` sees for it."""
     settings.check_dtypes()
     master_dtype, storage = settings.master_dtype, settings.storage
-    stored, inner_params, dtypes = [], [], []
+    stored, inner_params = [], []
     for path, leaf in zip(params.paths, params.values, strict=True):
         dtype = settings.dtype_in_training(path, leaf)
-        dtypes.append(dtype)
         if dtype is None or _dtypes.bits(dtype) >= _dtypes.bits(master_dtype):
             param = leaf if dtype is None else leaf.astype(dtype)
             stored.append(optax.MaskedNode())
@@ -182,7 +184,7 @@ def _init_masters(
         # Decoded, because a storage may keep less than the whole master: `inner` must
         # see the same master at `init` as at the first update.
         inner_params.append(storage.decode(stored[-1], param))
-    settings.check_masters(params, stored, dtypes)
+    settings.check_masters(params, stored)
     _storage.warn_unless_stored(storage, params, stored)
     return stored, inner_params
 
@@ -236,6 +238,7 @@ class MasterStep:
         stored = leaves.match(state.master_params, "the masters in the state")
         for path, param, x in zip(leaves.paths, leaves.values, stored, strict=True):
             settings.check_param(path, param, x)
+        settings.check_masters(leaves, stored)
         return cls(
             _arguments.MatchedArguments.match(updates, params, leaves), stored, settings
         )

@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from optax_mp.core.scaling import _rule, _unscale
-from optax_mp.core.scaling._state import LossScaleState
+from optax_mp.core.scaling._state import BAD_LOSS, LossScaleState
 from optax_mp.core.trees._tree import all_finite, copy_shared
 from optax_mp.core.wrappers import _arguments, _choose, _protocol
 from optax_mp.core.wrappers._choose import choose_step
@@ -226,9 +226,10 @@ def _after_step(
     """
     finite = bad_index == _unscale.ALL_FINITE
     # The scale is not to blame for a loss that is not finite.
-    overflowed = ~finite
+    overflowed, blamed = ~finite, bad_index
     if loss_is_finite is not None:
         overflowed &= loss_is_finite == 1
+        blamed = jnp.where(loss_is_finite == 1, bad_index, BAD_LOSS)
     before = _rule.Counters(state.scale, state.finite_count, state.hysteresis_left)
     after = _rule.adjust(rule, before, finite, overflowed)
     skipped, total = state.skipped_count, state.total_skipped_count
@@ -237,5 +238,5 @@ def _after_step(
         skipped_count=jnp.where(finite, 0, optax.safe_increment(skipped)),
         total_skipped_count=jnp.where(finite, total, optax.safe_increment(total)),
         last_finite=finite,
-        nonfinite_index=jnp.where(finite, state.nonfinite_index, bad_index),
+        nonfinite_index=jnp.where(finite, state.nonfinite_index, blamed),
     )

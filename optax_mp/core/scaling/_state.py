@@ -17,6 +17,9 @@ from optax_mp.core.trees._boxes import plain, plain_trees
 from optax_mp.core.trees._leaves import is_absent
 from optax_mp.core.wrappers import _mistakes
 
+# `nonfinite_index` after a step that was skipped because of its loss. All gradients of
+# such a loss are usually NaN, so that the first of them says nothing.
+BAD_LOSS = -2
 # The norm of the gradients of a model that trains is rarely smaller.
 _SMALL_NORM = 1e-4
 
@@ -40,7 +43,9 @@ class LossScaleState(NamedTuple):
             public fields, such as `hyperparams`, are also attributes of this state.
         nonfinite_index: int32 `[]`, the index of the first gradient that was not finite
             in the last skipped step, among the leaves of the gradients (None counts as
-            a leaf); -1 if no step was skipped. `check_loss_scale` names the leaf.
+            a leaf). It is -1 if no step was skipped, and -2 if the loss of that step,
+            as `value` of `tx.update`, was not finite. `check_loss_scale` names the
+            leaf.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,6 +67,15 @@ class LossScaleState(NamedTuple):
     inner_state: optax.OptState
     nonfinite_index: jax.Array | int = -1
     __getattr__ = _states.inner_field
+
+
+def is_skipped_by_loss(state: LossScaleState) -> jax.Array:
+    """Return whether the loss of the last skipped step was not finite, as bool `[]`.
+
+    Then the data or the model is to blame. Otherwise it was an overflow, or the loss is
+    not known.
+    """
+    return jnp.asarray(state.nonfinite_index == BAD_LOSS)
 
 
 def is_at_floor(state: LossScaleState) -> jax.Array:
@@ -144,9 +158,11 @@ def check_loss_scale(
         max_skipped: how many skipped steps in a row are accepted.
         params: the params, to name the first leaf whose gradient was not finite in the
             last skipped step. The first in the order of the tree, which need not be the
-            one where the NaN began.
+            one where the NaN began. If the loss of that step, as `value`, was not
+            finite either, the error says so instead.
         grads: the last gradients as `tx.update` got them, to see whether they are
-            scaled, and to name the leaf if there are no `params`.
+            scaled, and to name the leaf if there are no `params`. Or their norm, as
+            `optax.tree.norm(grads)`, which a step returns for less.
 
     Raises:
         FloatingPointError: if more than `max_skipped` steps in a row were skipped, or
@@ -205,11 +221,15 @@ def check_loss_scale(
         )
     else:
         return
+    culprit = (
+        "in the last of them the loss was not finite either"
+        if is_skipped_by_loss(state)
+        else "the first gradient that was not finite was "
+        f"{_first_bad_leaf(state, opt_state, grads if params is None else params)}"
+    )
     raise FloatingPointError(
         f"check_loss_scale: {fault}. The scale is {state.scale:g}, "
-        f"{state.total_skipped_count} steps were skipped since `init`, and the first "
-        "gradient that was not finite was "
-        f"{_first_bad_leaf(state, opt_state, grads if params is None else params)}; "
+        f"{state.total_skipped_count} steps were skipped since `init`, and {culprit}; "
         f"{remedy}."
     )
 

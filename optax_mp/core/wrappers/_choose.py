@@ -21,7 +21,9 @@ docs/design/mark.md says what follows from that, and which other marks were trie
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -150,6 +152,22 @@ def _choose_leaf(proceed: _updates.Choice, new: Any, old: Any) -> Any:
 # Whether a link has run. Never reset: the garbage collector would decide how long one
 # exists, and a link that `optax.inject_hyperparams` makes lives for one call.
 _a_link_ran = threading.Event()
+# Whether a link may be in front of the optimizers that are traced.
+_may_be_marked: ContextVar[bool] = ContextVar("may_be_marked", default=True)
+
+
+@contextmanager
+def no_link_before() -> Iterator[None]:
+    """Let optimizers look for no mark: their gradients come straight from a loss.
+
+    Not an extra argument, because optimizers may be in wrappers of others, which pass
+    on none of this package.
+    """
+    token = _may_be_marked.set(False)
+    try:
+        yield
+    finally:
+        _may_be_marked.reset(token)
 
 
 def hand_on(finite: jax.Array, unscaled: _tree.PyTree) -> _tree.PyTree:
@@ -167,7 +185,8 @@ def is_unmarked(grads: _tree.PyTree, extra_args: Mapping[str, Any]) -> _updates.
     A link hands on float32 or wider gradients. So there is no mark if one has 16 bits.
     Nor is there one if the wrapper directly around decides what is skipped.
     """
-    if not _a_link_ran.is_set() or _protocol.context_of(extra_args).proceed is not True:
+    may_be_marked = _a_link_ran.is_set() and _may_be_marked.get()
+    if not may_be_marked or _protocol.context_of(extra_args).proceed is not True:
         return True
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
     # Under shard_map a rank sees only its own part of such gradients, and values that
