@@ -178,6 +178,7 @@ def test_a_pattern_that_matches_only_the_outermost_says_what_it_leaves(case):
         (NET, ("norm/*", "blocks/*/norm/*")),
         # Layers of one name that are not alike, and numbers.
         (HEADS, ("out/*",)),
+        (HEADS, ("out/bias",)),
         ({"scale": jnp.float32(1), "norm": norm()}, ("scale",)),
         # A name that ends in the same letters is another key.
         ({"norm": norm(), "subnorm": norm()}, ("norm/*",)),

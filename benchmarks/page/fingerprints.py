@@ -74,10 +74,47 @@ def steps(tx: optax.GradientTransformation, model: Any = MODEL) -> Iterator[Prog
         yield step, (model, state, grads)
 
 
+def in_dtype(dtype: Any) -> Any:
+    """Return the model in another dtype."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), MODEL)
+
+
+def split(bits: int) -> Iterator[Program]:
+    """Yield steps of AdamW with split masters, also in float16, and a derivative."""
+    tx = masters(storage=optax_mp.Split(bits))
+    yield from steps(tx)
+    yield from steps(tx, in_dtype(jnp.float16))
+
+    def after(rate: jax.Array, params: Any, state: Any) -> jax.Array:
+        grads = jax.tree.map(lambda x: rate * jnp.ones(x.shape), params)
+        updates, _ = tx.update(grads, state, params)
+        new = optax.apply_updates(params, updates)
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(new))
+
+    state = jax.eval_shape(tx.init, MODEL)
+    rate = jax.ShapeDtypeStruct((), jnp.float32)
+    yield jax.grad(after), (rate, MODEL, state)
+
+
+def scaled() -> Iterator[Program]:
+    """Yield steps of float16 params with masters behind a loss scale."""
+    tx, model = optax_mp.dynamic_loss_scale(masters()), in_dtype(jnp.float16)
+    yield from steps(tx, model)
+
+    def step(params: Any, state: Any, grads: Any, loss: jax.Array) -> Any:
+        return tx.update(grads, state, params, value=loss)
+
+    state = jax.eval_shape(tx.init, model)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    yield step, (model, state, in_dtype(jnp.float32), loss)
+
+
 def low_bit() -> Iterator[Program]:
     """Yield the steps of AdamW with moments in codes: those of float32 params."""
-    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), MODEL)
-    return steps(optax_mp.low_bit_state(ADAMW), wide)
+    for bits in (8, 16):
+        yield from steps(
+            optax_mp.low_bit_state(ADAMW, bits=bits), in_dtype(jnp.float32)
+        )
 
 
 def masters(**settings: Any) -> optax.GradientTransformation:
@@ -130,6 +167,18 @@ def released() -> Iterator[Program]:
         settings = {} if max_norm is None else {"max_norm": max_norm}
         yield optax_mp.release_gradients(loss, tx, **settings), (state, layers, x)
 
+    def with_head(layers: Any, head: Any, x: jax.Array) -> jax.Array:
+        return loss(layers, x) + jnp.mean(head["w"] ** 2)
+
+    scale = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
+    head = {"w": jax.ShapeDtypeStruct((64,), BF16)}
+    step = optax_mp.release_gradients(with_head, tx)
+
+    def behind_a_scale(state: Any, layers: Any, head: Any, scale: Any, x: Any) -> Any:
+        return step(state, layers, head, x, rest_state=scale)
+
+    yield behind_a_scale, (state, layers, head, jax.eval_shape(scale.init, head), x)
+
 
 def of(make: Callable[[], optax.GradientTransformation]) -> Callable[[], Any]:
     """Return the function that yields the steps of a transformation."""
@@ -139,10 +188,10 @@ def of(make: Callable[[], optax.GradientTransformation]) -> Callable[[], Any]:
 # The form, the words of tables that mean it, and its programs.
 FORMS: dict[str, tuple[str, Callable[[], Iterator[Program]]]] = {
     "masters": ("masters|FullCopy|mixed_precision", of(masters)),
-    "Split(16)": (r"Split\(16|Split$", of(lambda: masters(storage=optax_mp.Split(16)))),
+    "Split(16)": (r"Split\(16|Split$", lambda: split(16)),
     "Split(8)": (
         r"Split\(8|compact|5\.1 bytes|4\.1 bytes",
-        of(lambda: masters(storage=optax_mp.Split(8))),
+        lambda: split(8),
     ),
     "low-bit state": (
         r"8-bit (state|moments)|16-bit moments|compact|low_bit_state|[45]\.1 bytes",
@@ -154,7 +203,7 @@ FORMS: dict[str, tuple[str, Callable[[], Iterator[Program]]]] = {
     ),
     "loss scale": (
         "loss scale|^f16|float16 with",
-        of(lambda: optax_mp.dynamic_loss_scale(masters())),
+        scaled,
     ),
     "average": ("average", of(lambda: optax_mp.with_average(masters(), 0.999))),
     "amp": (r"^amp\b", under_amp),
@@ -176,7 +225,10 @@ def text_of(program: Program, platform: str) -> str:
     text = lowered.as_text()
     names: dict[str, str] = {}
     return re.sub(
-        r"@[\w.$]+", lambda x: names.setdefault(x[0], f"@f{len(names)}"), text
+        # Not the targets of custom calls, which say what is called.
+        r"(?<!custom_call )@[\w.$]+",
+        lambda x: names.setdefault(x[0], f"@f{len(names)}"),
+        text,
     )
 
 

@@ -50,7 +50,10 @@ default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     # products of sparse matrices, which are scatters inside; reductions by a function;
     # random bits, fft, linear algebra, kernels and callbacks, which have no 16-bit form
     # that is safe. Those that are, and have products inside, raise no warning.
-    | dict.fromkeys(("custom_linear_solve", "pallas_call", "ffi_call"), "as_written")
+    # `linear_solve` is lineax's.
+    | dict.fromkeys(
+        ("custom_linear_solve", "linear_solve", "pallas_call", "ffi_call"), "as_written"
+    )
     | {DEFAULT: "as_written"}
 )
 
@@ -205,9 +208,8 @@ def scope_parts(name: str) -> tuple[str, ...]:
 
 
 def _has_float32(equation: Equation) -> bool:
-    """Return whether an equation reads or returns float32, also in a reference."""
-    atoms = (*equation.invars, *equation.outvars)
-    return any(getattr(x.aval, "dtype", None) in _WIDE for x in atoms)
+    """Return whether an equation reads float32, also in a reference."""
+    return any(getattr(x.aval, "dtype", None) in _WIDE for x in equation.invars)
 
 
 def _is_free(precision: Any) -> bool:

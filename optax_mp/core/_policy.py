@@ -185,8 +185,8 @@ def _left_within(
     """Return the leaves further in that no pattern keeps, if they are like `matched`.
 
     They end in the same keys. An output layer and the layers of attention may also have
-    one name, `out`: so all of them must be alike, vectors or of the same shape, or a
-    stack of these.
+    one name, `out`: so all of them must be alike, of the same shape or a stack of it.
+    Of layers that have only vectors, such as norms, the lengths may differ.
     """
     names = {path.lower(): path for path in matched}
     left: list[str] = []
@@ -195,11 +195,20 @@ def _left_within(
         if not ends or any(_matches(path, pattern) for pattern in patterns):
             continue
         own = [shapes[names[end]] for end in ends]
-        is_vector = len(shape) == 1 and all(len(x) == 1 for x in own)
+        is_vector = len(shape) == 1 and all(
+            _is_of_vectors(names[x], shapes) for x in ends
+        )
         if not is_vector and not all(x and x in (shape, shape[1:]) for x in own):
             return []
         left.append(path)
     return left
+
+
+def _is_of_vectors(path: str, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Return whether a leaf is in a layer that has only vectors."""
+    layer = _without_box(path).rpartition("/")[0]
+    own = [x for other, x in shapes.items() if other.startswith(f"{layer}/")]
+    return bool(layer) and all(len(x) == 1 for x in own)
 
 
 def _tails(path: str) -> set[str]:

@@ -114,7 +114,7 @@ FAULTS = {
         "core/wrappers/_choose.py",
         'jaxpr = _choose_where_computed(call.params["jaxpr"], at)',
         'jaxpr = call.params["jaxpr"]',
-        {"loss scale", "link"},
+        {"loss scale", "link", "release"},
     ),
     "16-bit updates taken for exact": (
         "core/masters/_transform.py",
@@ -151,6 +151,18 @@ FAULTS = {
         "_MOST_UNEVEN, _FEWEST_FEATURES = 8, 128",
         "_MOST_UNEVEN, _FEWEST_FEATURES = 64, 128",
         {"low-bit state"},
+    ),
+    "remainders of float16 left out": (
+        "core/masters/_split.py",
+        "master = param + stored.astype(jnp.float32) * self._unit_of(param)",
+        "master = param + 0 * stored.astype(jnp.float32) * self._unit_of(param)",
+        {"Split(16)", "Split(8)"},
+    ),
+    "gradients of layers that stay scaled": (
+        "release/_release.py",
+        "of_layers = factor if unscale is None else factor * unscale",
+        "of_layers = factor",
+        {"release"},
     ),
     "the same keys for two transforms": (
         "core/masters/_transform.py",
