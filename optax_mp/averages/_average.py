@@ -9,9 +9,7 @@ import optax
 from jax import lax
 
 from optax_mp.core import _dtypes
-from optax_mp.core._dtypes import at_least_float32, saturating_cast
 from optax_mp.core.jax_api import _arrays
-from optax_mp.core.jax_api._arrays import to_device_tree
 from optax_mp.core.masters import _access
 from optax_mp.core.masters._storage import MixedPrecisionState
 from optax_mp.core.scaling._rule import check_number
@@ -171,11 +169,11 @@ def _first_weights(inner_state: Any, params: Leaves) -> list[Any]:
         stored = params.match(state.master_params, "the masters in `opt_state`")
         for i, master in enumerate(stored):
             if not is_absent(master):
-                dtype = at_least_float32(
+                dtype = _dtypes.at_least_float32(
                     master.dtype if _dtypes.is_floating(master) else jnp.float32
                 )
                 weight = weights[i].astype(dtype)
-                weights[i] = _access.put_beside(weight, to_device_tree(master))
+                weights[i] = _access.put_beside(weight, _arrays.to_device_tree(master))
     return weights
 
 
@@ -202,7 +200,7 @@ def _copy(weight: Any) -> Any:
     """Return an average that is equal to a weight."""
     if not _dtypes.is_inexact(weight):
         return optax.MaskedNode()
-    return jnp.array(weight, at_least_float32(weight.dtype), copy=True)
+    return jnp.array(weight, _dtypes.at_least_float32(weight.dtype), copy=True)
 
 
 def _move(average: Any, weight: Any, decay: Any, taken: Choice) -> Any:
@@ -318,7 +316,7 @@ def average_params(
     for _, state in reversed(found):
         for i, x in enumerate(leaves.match(state.average, "the average")):
             if not is_absent(x):
-                x = to_device_tree(x)
+                x = _arrays.to_device_tree(x)
                 dtype = leaves.values[i].dtype
-                values[i] = saturating_cast(x, dtype) if in_param_dtypes else x
+                values[i] = _dtypes.saturating_cast(x, dtype) if in_param_dtypes else x
     return _tree.copy_shared(leaves.unflatten(values), (opt_state, params))

@@ -18,7 +18,6 @@ from optax_mp.core.jax_api import _arrays
 from optax_mp.core.jax_api._jaxpr import TracedCall
 from optax_mp.core.masters import _access, _storage
 from optax_mp.core.masters._edits import follow_edits
-from optax_mp.core.masters._storage import Storage
 from optax_mp.core.scaling._state import LossScaleState
 from optax_mp.core.trees import _tree
 from optax_mp.core.trees._leaves import Leaves, is_absent
@@ -401,7 +400,7 @@ def _replace_masters(opt_state: Any, weights: _tree.PyTree, leaves: Leaves) -> A
     """Return a state of the new form with the masters of the run."""
     values = leaves.match(weights, "the masters")
 
-    def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
+    def replace(i: int, storage: _storage.Storage, old: jax.Array) -> jax.Array:
         master = _arrays.to_device_tree(values[i]).astype(old.dtype)
         if storage.param_is_part:
             where = f"{_CALLER}: expected the master of {_tree.spell(leaves.paths[i])}"

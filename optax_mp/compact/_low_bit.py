@@ -19,7 +19,6 @@ from optax_mp.core._warnings import warn
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.trees import _boxes, _states, _tree
 from optax_mp.core.trees._descriptions import place_like_params
-from optax_mp.core.trees._states import inner_field
 from optax_mp.core.trees._typed import type_with
 from optax_mp.core.wrappers import _arguments, _protocol
 from optax_mp.core.wrappers._mistakes import check_whole_number
@@ -61,7 +60,7 @@ class LowBitState(NamedTuple):
     inner_state: optax.OptState
     # Not annotated: an annotation would make a field of it, and so a leaf.
     bits = None
-    __getattr__ = inner_field
+    __getattr__ = _states.inner_field
 
 
 def low_bit_state(

@@ -8,13 +8,11 @@ import optax
 
 from optax_mp.compact import _rounding
 from optax_mp.core import _dtypes, _random_numbers
-from optax_mp.core._dtypes import bits
 from optax_mp.core._warnings import warn
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.trees import _states, _tree
 from optax_mp.core.trees._descriptions import place_like_params
 from optax_mp.core.trees._leaves import Leaves
-from optax_mp.core.trees._states import inner_field
 from optax_mp.core.wrappers import _arguments
 from optax_mp.core.wrappers._choose import choose_step, is_unmarked
 from optax_mp.core.wrappers._protocol import Transformation, as_transformation
@@ -47,7 +45,7 @@ class StochasticRoundingState(NamedTuple):
 
     step_count: jax.Array
     inner_state: optax.OptState
-    __getattr__ = inner_field
+    __getattr__ = _states.inner_field
 
 
 def stochastic_rounding(
@@ -106,7 +104,7 @@ def stochastic_rounding(
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         leaves = Leaves.of(params, caller=_CALLER)
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
-            if _dtypes.is_floating(leaf) and bits(leaf.dtype) < 16:
+            if _dtypes.is_floating(leaf) and _dtypes.bits(leaf.dtype) < 16:
                 raise ValueError(
                     f"stochastic_rounding: expected param {_tree.spell(path)} in 16 "
                     f"bits or more, got {_arrays.describe(leaf)}; use "
@@ -155,7 +153,7 @@ _round_jitted = jax.jit(_rounding.round_stochastically, static_argnums=1)
 
 
 def _is_narrow(param: Any) -> bool:
-    return _dtypes.is_floating(param) and bits(param.dtype) < 32
+    return _dtypes.is_floating(param) and _dtypes.bits(param.dtype) < 32
 
 
 def _warn_unless_narrow(params: Leaves) -> None:

@@ -18,8 +18,6 @@ from optax_mp.core.trees import _tree
 from optax_mp.core.trees._descriptions import place_like_params
 from optax_mp.core.wrappers import _protocol, _updates
 from optax_mp.core.wrappers._mistakes import check_whole_number
-from optax_mp.core.wrappers._protocol import as_transformation, update_inner
-from optax_mp.core.wrappers._updates import select
 
 _CALLER = "offload"
 
@@ -90,7 +88,7 @@ def offload(
         >>> float(params["w"][0, 0])
         0.8984375
     """
-    inner = as_transformation(inner, _CALLER)
+    inner = _protocol.as_transformation(inner, _CALLER)
     min_size = check_whole_number("offload: `min_size`", min_size)
     if memory_kind is None:
         return inner
@@ -122,7 +120,7 @@ def offload(
         _warn_if_on_device(state, min_size)
         on_device = _to_device(state, updates)
         args = updates, on_device, params
-        updates, new = update_inner(inner, _CALLER, *args, **extra_args)
+        updates, new = _protocol.update_inner(inner, _CALLER, *args, **extra_args)
         if jax.tree.structure(new) == jax.tree.structure(state):
             move_back = partial(_move_back, _protocol.context_of(extra_args).proceed)
             new = jax.tree.map(move_back, new, on_device, state)
@@ -226,7 +224,9 @@ def _move_back(proceed: _updates.Choice, new: Any, before: Any, old: Any) -> Any
         return new
     if new is before:
         return old
-    return _arrays.to_host(new if proceed is True else select(proceed, new, before))
+    return _arrays.to_host(
+        new if proceed is True else _updates.select(proceed, new, before)
+    )
 
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:

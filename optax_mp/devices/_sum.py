@@ -10,7 +10,6 @@ from jax.tree_util import tree_map_with_path
 from jax.typing import DTypeLike
 
 from optax_mp.core import _dtypes
-from optax_mp.core._dtypes import bits, floating_dtype
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.jax_api._contact import varying_axes
 from optax_mp.core.trees import _tree
@@ -77,7 +76,7 @@ def sum_gradients(
 
 def check_exchange_dtype(dtype: Any, caller: str) -> jnp.dtype:
     """Return the dtype to send gradients in, or raise."""
-    dtype = floating_dtype(dtype, f"{caller}: `exchange_dtype`")
+    dtype = _dtypes.floating_dtype(dtype, f"{caller}: `exchange_dtype`")
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
             f"{caller}: expected `exchange_dtype` to be bfloat16, float16 or float32, "
@@ -92,7 +91,9 @@ def as_pattern(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     XLA would send 16-bit floats as float32 on CPUs, and may move casts over a
     collective.
     """
-    return lax.bitcast_convert_type(x.astype(dtype), jnp.dtype(f"uint{bits(dtype)}"))
+    return lax.bitcast_convert_type(
+        x.astype(dtype), jnp.dtype(f"uint{_dtypes.bits(dtype)}")
+    )
 
 
 def sum_patterns(patterns: jax.Array, dtype: DTypeLike) -> jax.Array:

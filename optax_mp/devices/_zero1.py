@@ -13,7 +13,6 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp.core import _dtypes
-from optax_mp.core._dtypes import bits
 from optax_mp.core._warnings import warn
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.jax_api._jaxpr import TracedCall, is_dynamic
@@ -334,7 +333,7 @@ def _gather(mesh: Mesh, cut: _shardings.ArrayCut, x: jax.Array) -> jax.Array:
 
 def _whole_update(gather: Any, param: jax.Array, part: Any, change: Any) -> Any:
     """Return the update of a whole param, from its part and the update of the part."""
-    if bits(change.dtype) <= bits(param.dtype):
+    if _dtypes.bits(change.dtype) <= _dtypes.bits(param.dtype):
         return gather(change)
     # The param has fewer bytes than its update, so the new param is gathered. The
     # update is its difference from the old one. Added to that, and rounded to the

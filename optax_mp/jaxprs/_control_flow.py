@@ -18,7 +18,6 @@ import jax
 from optax_mp.core.jax_api import _jaxpr
 from optax_mp.core.jax_api._extend import ClosedJaxpr, Jaxpr
 from optax_mp.jaxprs import _hidden
-from optax_mp.jaxprs._hidden import call_kind
 from optax_mp.jaxprs._primitives import is_product
 from optax_mp.jaxprs._search import jaxprs_within
 
@@ -195,7 +194,10 @@ def can_convert(equation: _jaxpr.Equation) -> bool:
     A custom_vmap, a linear_call or a hidden operation of an unknown class would keep
     its rule as written.
     """
-    return has_regions(equation) and call_kind(equation) not in ("", *_KEEPS_RULE)
+    return has_regions(equation) and _hidden.call_kind(equation) not in (
+        "",
+        *_KEEPS_RULE,
+    )
 
 
 def bind_with(

@@ -13,7 +13,6 @@ from jax.tree_util import tree_leaves_with_path
 from optax_mp.core._dtypes import bits, is_inexact
 from optax_mp.core._warnings import warn
 from optax_mp.core.jax_api import _arrays
-from optax_mp.core.jax_api._arrays import is_host_type, to_device_tree
 from optax_mp.core.jax_api._contact import varying_axes
 from optax_mp.core.scaling._state import LossScaleState, loss_scale_state
 from optax_mp.core.trees import _tree
@@ -136,7 +135,7 @@ def check_stack(stack: Stack, *, is_scaled: bool, by_layer: bool) -> bool:
     # With fewer parts than layers, several would share the last: indices are clamped.
     _check_stacked(opt_state, "`opt_state`", count, "pass `jax.vmap(tx.init)(layers)`")
     init, state = jax.make_jaxpr(jax.vmap(tx.init), return_shape=True)(layers)
-    if any(map(is_host_type, init.out_avals)):
+    if any(map(_arrays.is_host_type, init.out_avals)):
         raise ValueError(
             f"{CALLER}: expected `tx` without `offload`, got one with it; pass a state "
             "in host memory, as `jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
@@ -182,7 +181,9 @@ def _trace_update(stack: Stack) -> Any:
         state, weights = layer_at((opt_state, layers), 0)
         grads = _tree.in_float32(_tree.only_inexact(weights))
         with no_link_before():
-            updates, new = stack.tx.update(grads, to_device_tree(state), weights)
+            updates, new = stack.tx.update(
+                grads, _arrays.to_device_tree(state), weights
+            )
         if without_gradient and jax.tree.structure(new) != jax.tree.structure(state):
             raise ValueError("the state after the step is another tree")
         return updates, new

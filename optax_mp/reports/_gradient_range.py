@@ -14,7 +14,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_mp import _table
 from optax_mp.core import _dtypes
-from optax_mp.core._dtypes import floating_dtype
 from optax_mp.core.jax_api._arrays import is_traced
 from optax_mp.core.scaling._rule import check_settings
 from optax_mp.core.trees import _tree
@@ -36,7 +35,7 @@ _HEADROOM = 4.0
 
 def _limits_of(dtype: DTypeLike) -> list[float]:
     """Return the smallest, the smallest normal and the largest number of a format."""
-    name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
+    name = _dtypes.floating_dtype(dtype, "GradientRangeReport: `dtype`").name
     if name not in FORMATS:
         raise ValueError(
             f"GradientRangeReport: expected `dtype` to be one of {', '.join(FORMATS)}, "

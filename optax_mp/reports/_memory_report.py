@@ -13,7 +13,6 @@ from jax.tree_util import DictKey, GetAttrKey, keystr, tree_leaves_with_path
 from optax_mp import _table
 from optax_mp.compact._quantized import Quantized
 from optax_mp.core import _dtypes
-from optax_mp.core._dtypes import bits
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.masters._storage import MixedPrecisionState
 from optax_mp.core.trees import _states, _tree
@@ -291,7 +290,9 @@ def _row(
     leaf: Any,
     quantized: bool = False,
 ) -> MemoryRow:
-    count = -(-leaf.size * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
+    count = -(
+        -leaf.size * _dtypes.bits(leaf.dtype) // 8
+    )  # two codes of 4 bits in a byte
     plain = 4 * leaf.size if quantized or _dtypes.is_floating(leaf) else count
     owner = "" if param is None else _tree.spell(param)
     plain = 0 if role in _OF_FORMS else plain

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp.core import _dtypes
-from optax_mp.core._dtypes import round_to
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.masters import _storage
 from optax_mp.core.masters._edits import follow_edits
@@ -298,7 +297,7 @@ def check_param_is_rounded(
     param = put_beside(param, new)
     # The storage may round ties differently from a cast: accept both.
     _, target = storage.advance(storage.encode(new, param), param, new)
-    value, rounded = param.astype(new.dtype), round_to(new, param.dtype)
+    value, rounded = param.astype(new.dtype), _dtypes.round_to(new, param.dtype)
     # Cast, because `target` has the dtype of the param with `Split`.
     is_right = (value == target.astype(new.dtype)) | (value == rounded)
     is_right |= jnp.isnan(value) & jnp.isnan(new)

@@ -23,13 +23,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp.core import _dtypes
-from optax_mp.core._dtypes import bits
 from optax_mp.core._warnings import warn
 from optax_mp.core.jax_api import _arrays
 from optax_mp.core.masters._split import Split
 from optax_mp.core.trees import _states, _tree
 from optax_mp.core.trees._leaves import Leaves, is_absent
-from optax_mp.core.trees._states import inner_field
 from optax_mp.core.trees._typed import type_with
 
 
@@ -56,7 +54,7 @@ class FullCopy:
 
     def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
         """Return whether the param is narrower than the master."""
-        return bits(param_dtype) < bits(master_dtype)
+        return _dtypes.bits(param_dtype) < _dtypes.bits(master_dtype)
 
     def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
         """Return the master itself."""
@@ -127,7 +125,7 @@ class MixedPrecisionState(NamedTuple):
     step_count: jax.Array | None = None
     # Not annotated: an annotation would make a field of it, and so a leaf.
     storage = None
-    __getattr__ = inner_field
+    __getattr__ = _states.inner_field
 
 
 def state_type(storage: Storage) -> type[MixedPrecisionState]:

@@ -19,14 +19,12 @@ from optax_mp.core import _dtypes, _policy
 from optax_mp.core._random_numbers import rounding_keys
 from optax_mp.core._warnings import warn
 from optax_mp.core.jax_api import _arrays
-from optax_mp.core.jax_api._arrays import is_traced
 from optax_mp.core.masters import _storage
 from optax_mp.core.masters._edits import follow_edits_if
 from optax_mp.core.masters._settings import CALLER, Settings
 from optax_mp.core.trees import _leaves, _tree
 from optax_mp.core.trees._descriptions import place_like_params
 from optax_mp.core.wrappers import _arguments
-from optax_mp.core.wrappers._arguments import as_inner_param
 from optax_mp.core.wrappers._choose import choose_step, is_unmarked
 from optax_mp.core.wrappers._protocol import Transformation, as_transformation
 from optax_mp.core.wrappers._updates import difference
@@ -171,7 +169,7 @@ def _init_masters(
         if dtype is None or _dtypes.bits(dtype) >= _dtypes.bits(master_dtype):
             param = leaf if dtype is None else leaf.astype(dtype)
             stored.append(optax.MaskedNode())
-            inner_params.append(as_inner_param(param))
+            inner_params.append(_arguments.as_inner_param(param))
             continue
         where = f"param {_tree.spell(path)}"
         _storage.check_storable(
@@ -199,7 +197,7 @@ def _warn_of_cast(
     leaves = zip(params.paths, params.values, stored, strict=True)
     given = [(path, x) for path, x, master in leaves if not _leaves.is_absent(master)]
     is_cast = (settings.dtype_in_training(*x) == jnp.result_type(x[1]) for x in given)
-    if given and all(is_cast) and not is_traced(given[0][1]):
+    if given and all(is_cast) and not _arrays.is_traced(given[0][1]):
         path, param = given[0]
         warn(
             f"mixed_precision: param {_tree.spell(path)} is {_arrays.describe(param)} "

@@ -11,7 +11,6 @@ from optax_mp.core.scaling import _rule, _unscale
 from optax_mp.core.scaling._state import BAD_LOSS, LossScaleState
 from optax_mp.core.trees._tree import all_finite, copy_shared
 from optax_mp.core.wrappers import _arguments, _choose, _protocol
-from optax_mp.core.wrappers._choose import choose_step
 
 
 def dynamic_loss_scale(
@@ -193,7 +192,9 @@ def _loss_scaling(
             return _protocol.update_inner(wrapped, caller, *args, **extra_args)
 
         # In a skipped step the updates are negative zeros, and the state stays.
-        out, inner_state = choose_step(finite, step, state.inner_state, extra_args)
+        out, inner_state = _choose.choose_step(
+            finite, step, state.inner_state, extra_args
+        )
         return out, new_state._replace(inner_state=inner_state)
 
     return _protocol.Transformation.of(caller, init_fn, update_fn)

@@ -10,7 +10,6 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_mp.core import _dtypes
-from optax_mp.core._dtypes import at_least_float32
 from optax_mp.core.trees import _tree
 from optax_mp.core.trees._leaves import is_absent
 
@@ -71,7 +70,7 @@ def _multiply(
             return leaf
         array = jnp.asarray(leaf)
         # A float16 loss of 2 times 65536 is infinite in float16.
-        wide = at_least_float32(array.dtype)
+        wide = _dtypes.at_least_float32(array.dtype)
         return lax.mul(array.astype(wide), factor(wide))
 
     return jax.tree.map(product, tree)

@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 
 from optax_mp.core._warnings import record_event
 from optax_mp.core.jax_api import _arrays
-from optax_mp.core.jax_api._arrays import is_traced
 from optax_mp.core.scaling import _rule
 from optax_mp.core.scaling._gradients import gradients_of
 from optax_mp.core.scaling._rule import adjust
@@ -37,7 +36,7 @@ class _LossScale:
 
     def __post_init__(self) -> None:
         """Check all fields that are not traced, and cast each to its dtype."""
-        known = {name: x for name, x in vars(self).items() if not is_traced(x)}
+        known = {name: x for name, x in vars(self).items() if not _arrays.is_traced(x)}
         _rule.check_settings(type(self).__name__, **known)
         # The dataclass is frozen.
         vars(self).update({name: _CASTS[name](x) for name, x in vars(self).items()})
