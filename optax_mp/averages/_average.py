@@ -34,7 +34,7 @@ class AverageState(NamedTuple):
     Attributes:
         average: a tree like the params: float32 for each floating leaf of 32 bits or
             fewer, in the leaf's shape; `optax.MaskedNode()` for integers, bools, keys.
-        step_count: int32 scalar, the number of steps that were taken.
+        step_count: int32 `[]`, the number of steps that were taken.
         inner_state: the state of the inner optimizer. Its public fields, such as
             `hyperparams`, are also attributes of this state.
 
@@ -77,7 +77,7 @@ def with_average(
         inner: any optax optimizer or chain.
         decay: the share of the average that one step keeps, such as 0.999. Or a
             schedule, as optax's learning rates may be: a function of the number of
-            steps taken so far, an int32 scalar. A step at a decay of 0 makes the
+            steps taken so far, int32 `[]`. A step at a decay of 0 makes the
             average a copy of the weights. The first weights of a model that is trained
             from scratch are best left out: `lambda k: jnp.where(k < 1000, 0, 0.999)`
             starts to average after 1000 steps.

@@ -38,7 +38,7 @@ class LowBitState(NamedTuple):
     Its structure, shapes and dtypes never change.
 
     Attributes:
-        step_count: int32 scalar, the number of updates. Stochastic rounding draws new
+        step_count: int32 `[]`, the number of updates. Stochastic rounding draws new
             random numbers at each one.
         inner_state: the state of the inner optimizer, with a `Quantized` in place of
             each large array. Its public fields, such as `hyperparams`, are attributes

@@ -28,7 +28,7 @@ class StochasticRoundingState(NamedTuple):
     Its structure, shapes and dtypes never change.
 
     Attributes:
-        step_count: int32 scalar, the number of updates. Rounding draws new random
+        step_count: int32 `[]`, the number of updates. Rounding draws new random
             numbers at each one.
         inner_state: the state of the inner optimizer, made for float32 params. Its
             public fields, such as `hyperparams`, are also attributes of this state.

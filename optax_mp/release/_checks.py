@@ -101,7 +101,7 @@ def _check_layers(layers: Any, is_scaled: bool) -> int:
     _check_stacked(layers, "`layers`", count, "pass all else in `rest`")
     for path, x in leaves:
         where = f"`layers` at {_tree.spell(path)}"
-        if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and bits(x.dtype) < 8:  # noqa: PLR2004
+        if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and bits(x.dtype) < 8:
             raise ValueError(
                 f"{CALLER}: expected {where} in 8 bits or more, got "
                 f"{_arrays.describe(x)}; pass it beside the layers, "

@@ -16,8 +16,6 @@ from optax_mp.core.wrappers._mistakes import refuse_overwritten
 from optax_mp.core.wrappers._protocol import as_transformation
 from optax_mp.release import _checks, _layers
 
-_CALLER = "release_gradients"
-
 
 def release_gradients(
     fun: Callable[..., Any],
@@ -106,7 +104,9 @@ def release_gradients(
     txs, treedef = _check_optimizers(tx)
     if max_norm is not None and not is_array(max_norm):
         expected = "a positive number"
-        check_number(f"{_CALLER}: `max_norm`", max_norm, expected, lambda x: x > 0)
+        check_number(
+            f"{_checks.CALLER}: `max_norm`", max_norm, expected, lambda x: x > 0
+        )
 
     def checked_loss(released: Any, *args: Any, **kwargs: Any) -> Any:
         given = (released, *args), kwargs
@@ -114,12 +114,12 @@ def release_gradients(
         _checks.check_scans(traced.closed, released)
         return traced.unflatten(evaluate(traced.closed, traced.arrays))
 
-    differentiate = gradients_of(checked_loss, (0, 1), has_aux, _CALLER)
+    differentiate = gradients_of(checked_loss, (0, 1), has_aux, _checks.CALLER)
 
     def run(
         opt_state: Any, layers: Any, *args: Any, rest_state: Any = None, **kwargs: Any
     ) -> Any:
-        refuse_overwritten((layers, *args[:1]), _CALLER)
+        refuse_overwritten((layers, *args[:1]), _checks.CALLER)
         _checks.check_ranks()
         _checks.check_scans_have_gradients()
         stacks = _stacks_of(txs, treedef, opt_state, layers, param_shardings)
@@ -176,10 +176,11 @@ def _check_optimizers(tx: Any) -> tuple[list[Any], Any]:
     txs, treedef = jax.tree.flatten(tx, is_leaf=lambda x: isinstance(x, kinds))
     if not txs:
         raise TypeError(
-            f"{_CALLER}: expected `tx` to be an optax gradient transformation, or a "
-            f"tree with one for each stack of layers, got {tx!r}; pass an optimizer."
+            f"{_checks.CALLER}: expected `tx` to be an optax gradient transformation, "
+            f"or a tree with one for each stack of layers, got {tx!r}; pass an "
+            "optimizer."
         )
-    return [as_transformation(x, _CALLER, "tx") for x in txs], treedef
+    return [as_transformation(x, _checks.CALLER, "tx") for x in txs], treedef
 
 
 def _stacks_of(txs: Any, treedef: Any, *trees: Any) -> list[_layers.Stack]:
@@ -189,8 +190,8 @@ def _stacks_of(txs: Any, treedef: Any, *trees: Any) -> list[_layers.Stack]:
         parts = [[x] * count if x is None else treedef.flatten_up_to(x) for x in trees]
     except ValueError as error:
         raise ValueError(
-            f"{_CALLER}: expected `opt_state` and `layers` to be trees with a part for "
-            f"each of the {count} optimizers of `tx`, got others; for several "
+            f"{_checks.CALLER}: expected `opt_state` and `layers` to be trees with a "
+            f"part for each of the {count} optimizers of `tx`, got others; for several "
             "optimizers in one stack of layers pass `optax.partition` of them. JAX "
             f"says: {error}"
         ) from error

@@ -15,6 +15,7 @@ from amp_cases import compiled, error
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from small_models import linen_transformer
+from with_rules import gradient, with_jvp, with_vjp
 
 import optax_mp
 from optax_mp import amp, amp_report, amp_stop, precision_report
@@ -41,37 +42,6 @@ def switched(*names):
             jax.config.update(name, value)
 
 
-@jax.custom_vjp
-def with_vjp(x, w):
-    return jnp.tanh(x @ w)
-
-
-def forward(x, w):
-    y = jnp.tanh(x @ w)
-    return y, (x, w, y)
-
-
-def backward(kept, g):
-    x, w, y = kept
-    slope = g * (1 - y**2)
-    return slope @ w.T, x.T @ slope
-
-
-with_vjp.defvjp(forward, backward)
-
-
-@jax.custom_jvp
-def with_jvp(x, w):
-    return jnp.tanh(x @ w)
-
-
-@with_jvp.defjvp
-def _(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    y = jnp.tanh(x @ w)
-    return y, (1 - y**2) * (dx @ w + x @ dw)
-
-
 POLICY = jax.checkpoint_policies.save_only_these_names("hidden")
 
 
@@ -93,10 +63,6 @@ FUNCTIONS = {
         jnp.stack([x, x]), w
     ),
 }
-
-
-def gradient(fun):
-    return jax.grad(lambda x, w: jnp.sum(jnp.sin(fun(x, w))), (0, 1))
 
 
 def all_programs(fun):
