@@ -104,7 +104,7 @@ core/trees/_tree.py | x.astype(_dtypes.at_least_float32(x.dtype)) if _dtypes.is_
 core/scaling/_values.py | ~finite & (tries < redo_on_nan) | ~finite & (tries <= redo_on_nan) | scaling/test_retries.py
 core/scaling/_gradients.py | opt_state = plain(opt_state) | opt_state = plain(opt_state); events.clear() | system/test_mistakes.py
 core/scaling/_state.py | np.ravel, counts)))[-1] | np.ravel, counts)))[0] | scaling/test_check.py
-devices/_offload.py | _updates.select(proceed, new, before)) | new) | devices/test_offload.py
+devices/_offload.py | _updates.select(proceed, new, before) | new | devices/test_offload.py
 devices/_offload.py | _, held = lax.optimization_barrier((grads, held)) | pass | devices/test_offload.py
 devices/_zero1.py | _warn_if_elsewhere(state, cuts.shardings_of(state)) | pass | devices/test_zero1.py
 devices/_zero1.py | jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference) | difference | devices/test_zero1.py
