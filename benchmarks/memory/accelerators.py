@@ -1,9 +1,7 @@
 """Bytes that a compiled optimizer step moves, needs and sends, for TPUs and GPUs.
 
-    python benchmarks accelerators --json FILE
-    python benchmarks accelerators --json FILE --resume  # after an interruption
-    python benchmarks accelerators --targets H100,v5e --tables "decoder;ViT, eight"
-    python benchmarks accelerators --forms "by hand;compact, clipped"
+    python benchmarks accelerators --json FILE  # goes on where it was interrupted
+    python benchmarks accelerators --tables "decoder;ViT" --forms "compact, clipped"
 
 The time of an optimizer's step on a TPU or GPU is the bytes that it moves over the
 memory's bandwidth. XLA compiles for hardware that is not there (`pip install --group
@@ -37,11 +35,12 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import by_hand  # noqa: E402
+import fingerprints  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import record  # noqa: E402
 import traffic  # noqa: E402
-from forms import FORMS, OTHERS, Form, Shapes, by_optax  # noqa: E402
+from forms import FORMS, Form, Shapes, by_optax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
@@ -50,7 +49,6 @@ import optax_mp  # noqa: E402
 GPU = Path(__file__).with_name("h100.txtpb")
 # Slices of eight chips.
 TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
-TARGETS = ("H100", *TPUS)
 MACHINE = "no machine: compiled, not run"
 PACKAGES = ("jax", "jaxlib", "libtpu", "optax")
 COUNT = 8  # devices, in tables of several
@@ -93,9 +91,6 @@ MODELS: dict[str, Shapes] = {
         *stack(2, [*EXPERTS, *GROUPED, (2048,), (2048,)]),
         *[(2048,), (128256, 2048)],
     ],
-    "attention kernels": [*attention(2048, 16), *attention(1024, 16)] * 3,
-    "leaves of one axis": [(2**24 >> i,) for i in range(4)],
-    "matrices": [(2048, 2048)] * 4 + matrices(2048),
 }
 
 
@@ -155,7 +150,7 @@ def labelled(form: str, layout: str) -> str:
 
 def measure(name: str, shapes: Shapes, target: str, layout: str = "") -> record.Row:
     """Return what one step of a form moves, needs and sends."""
-    form = ALL_FORMS[name]
+    form = FORMS[name]
     compiled = compile_step(form, shapes, target, layout)
     program = compiled.as_text()
     weights = sum(map(math.prod, shapes)) / (COUNT if layout else 1)
@@ -164,8 +159,6 @@ def measure(name: str, shapes: Shapes, target: str, layout: str = "") -> record.
         row["limit"] = form.limit(shapes)
     row["moved"] = traffic.bytes_moved(program) / weights
     row["temporaries"] = compiled.memory_analysis().temp_size_in_bytes / weights
-    if traffic.has_products(program):
-        row["of products"] = traffic.bytes_of_products(program) / weights
     if layout:
         kinds = Counter(kind for kind, _ in traffic.collectives(program))
         found = [f"{n} {kind}" for kind, n in sorted(kinds.items())]
@@ -182,13 +175,21 @@ class Table:
 
     Attributes:
         model: whose leaves are stepped.
+        target: for which device they are compiled.
         forms: the names of the forms.
         layouts: the layouts over eight devices; an empty name is one device.
     """
 
     model: str
+    target: str
     forms: tuple[str, ...]
     layouts: tuple[str, ...] = ("",)
+
+    @property
+    def title(self) -> str:
+        """The title: the model, how many devices, and of what kind."""
+        count = "one" if self.layouts == ("",) else "eight"
+        return f"{self.model}, {count} {self.target}"
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Return the form and the layout of each row."""
@@ -198,62 +199,43 @@ class Table:
                     yield form, layout
 
 
-ALL_FORMS = FORMS | OTHERS
-LINKS = tuple(name for name in FORMS if name.startswith("link"))
-DECIDING = (
-    "float32",
-    "masters",
-    "compact",
-    "compact, clipped",
-    "compact, loss scale",
-    "by hand, clipped",
-)
-SHARDED = "masters", "compact, clipped", "by hand, clipped"
-CODED = "Split(8)", "compact", "stochastic rounding, 8-bit state"
-LAYOUTS = "FSDP", "FSDP in an inner jit", "zero1"
-LARGE = "decoder", "ViT", "stacked layers", "experts"
+DECIDING = "masters", "compact", "compact, clipped", "compact, loss scale"
+CLIPPED = "compact, clipped", "by hand, clipped"
 TABLES = (
-    {"decoder, one": Table("decoder", tuple(x for x in FORMS if x not in LINKS))}
-    | {f"{model}, one": Table(model, DECIDING) for model in LARGE[1:]}
-    | {f"{model}, eight": Table(model, SHARDED, LAYOUTS) for model in LARGE}
-    | {
-        "other optimizers, one": Table(
-            "decoder", tuple(x for x in OTHERS if not x.startswith("Muon"))
-        ),
-        "Muon, one": Table("matrices", tuple(x for x in OTHERS if "Muon" in x)),
-        "attention kernels, one": Table("attention kernels", CODED),
-        "leaves of one axis, one": Table("leaves of one axis", CODED),
-        # Last: once a link ran in a process, masters search gradients for its mark.
-        "decoder after a link, one": Table("decoder", LINKS),
-    }
+    Table("decoder", "H100", tuple(FORMS)),
+    Table("ViT", "H100", ("float32", *DECIDING, "by hand, clipped")),
+    Table("stacked layers", "H100", (*DECIDING, "by hand, clipped")),
+    Table("experts", "H100", (*DECIDING, "by hand, clipped")),
+    Table("decoder", "H100", CLIPPED, ("FSDP", "FSDP in an inner jit", "zero1")),
+    Table("decoder", "v5e", ("masters", *CLIPPED)),
+    Table("ViT", "v5e", CLIPPED),
+    Table("stacked layers", "v5e", CLIPPED),
+    Table("experts", "v5e", CLIPPED),
+    Table("decoder", "v6e", CLIPPED[:1]),
+    Table("decoder", "v5p", CLIPPED[:1]),
+    Table("ViT", "v6e", CLIPPED[:1]),
 )
 
 
 def main() -> None:
     """Read the options, measure row by row, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", default=",".join(TARGETS), help="some of them")
     parser.add_argument("--tables", default="", help="some, by how titles begin")
     parser.add_argument("--forms", default="", help="some, by how their names begin")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the rows that FILE holds"
-    )
     record.add_option(parser)
     args = parser.parse_args()
     titles, starts = (tuple(x.split(";")) for x in (args.tables, args.forms))
-    tables = record.read(args.json).tables if args.resume else {}
-    for name, table in TABLES.items():
-        for target in args.targets.split(","):
-            title = f"{name} {target}"
-            done = [row["form"] for row in tables.get(title, [])]
-            for form, layout in table.rows():
-                is_chosen = name.startswith(titles) and form.startswith(starts)
-                if is_chosen and labelled(form, layout) not in done:
-                    row = measure(form, MODELS[table.model], target, layout)
-                    tables.setdefault(title, []).append(row)
-                    print(title, row, flush=True)
-                    # At once, so that an interrupted run keeps what it has.
-                    record.finish(args.json, tables, MACHINE, PACKAGES)
+    tables = fingerprints.fresh_tables(args.json)
+    for table in (x for x in TABLES if x.title.startswith(titles)):
+        rows = tables.setdefault(table.title, [])
+        done = [row["form"] for row in rows]
+        for form, layout in table.rows():
+            if form.startswith(starts) and labelled(form, layout) not in done:
+                shapes = MODELS[table.model]
+                rows.append(measure(form, shapes, table.target, layout))
+                print(table.title, rows[-1], flush=True)
+                # At once, so that an interrupted run keeps what it has.
+                record.finish(args.json, tables, MACHINE, PACKAGES)
     for title, rows in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(rows)}")
 

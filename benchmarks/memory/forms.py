@@ -15,7 +15,6 @@ import optax_mp
 BF16, F32 = "bfloat16", "float32"
 Shapes = Sequence[tuple[int, ...]]
 adamw = functools.partial(optax.adamw, 1e-3)
-muon = functools.partial(optax.contrib.muon, 1e-3)
 masters = optax_mp.mixed_precision
 
 
@@ -75,11 +74,6 @@ def scaled(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax_mp.dynamic_loss_scale(inner)
 
 
-def linked(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `inner` with a loss scale in front of it, in a chain."""
-    return optax.chain(optax_mp.dynamic_loss_scale(), inner)
-
-
 def split(bits: int) -> optax.GradientTransformation:
     """Return AdamW with split masters."""
     return masters(adamw(), storage=optax_mp.Split(bits))
@@ -99,10 +93,6 @@ FORMS = {
     "loss scale, float32 gradients": Form(
         lambda: scaled(masters(adamw())), grad_dtype=F32, reads=2
     ),
-    "link": Form(lambda: linked(masters(adamw())), reads=2),
-    "link, float32 gradients": Form(
-        lambda: linked(masters(adamw())), grad_dtype=F32, reads=2
-    ),
     "Split(16)": Form(lambda: split(16)),
     "Split(8)": Form(lambda: split(8)),
     "8-bit state": Form(lambda: optax_mp.low_bit_state(adamw()), F32, F32),
@@ -112,15 +102,6 @@ FORMS = {
     "stochastic rounding, 8-bit state": Form(unmastered),
     "by hand": Form(by_hand.by_hand),
     "by hand, clipped": Form(lambda: by_hand.by_hand(max_norm=1.0), reads=2),
-}
-OTHERS = {
-    "Lion, float32": Form(lambda: optax.lion(1e-3), F32, F32),
-    "Lion, compact": Form(lambda: compact(optax.lion(1e-3))),
-    "SGD, float32": Form(lambda: optax.sgd(1e-3, 0.9), F32, F32),
-    "SGD, compact": Form(lambda: compact(optax.sgd(1e-3, 0.9))),
-    "Muon, float32": Form(muon, F32, F32),
-    "Muon, masters": Form(lambda: masters(muon())),
-    "Muon, compact": Form(lambda: compact(muon())),
 }
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while after-all iota".split()
 )
-# TPUs have convolutions for them.
-_PRODUCTS = ("dot", "convolution")
 _COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -106,41 +104,6 @@ def collectives(program: str) -> list[tuple[str, int]]:
             seen.update(channel.groups() if channel else ())
             found.append((kind, bytes_of(each.results)))
     return found
-
-
-def has_products(program: str) -> bool:
-    """Return whether a compiled program multiplies matrices."""
-    return any(f" {operation}(" in program for operation in _PRODUCTS)
-
-
-def bytes_of_products(program: str) -> float:
-    """Return the bytes that a program's products of matrices move, by its text.
-
-    With what is computed of one product for another. Each operand counts once, though
-    a product reads it again and again, tile by tile.
-    """
-    computations, entry = _parsed(program)
-    here = computations[entry]
-    every = list(here.instructions.values())
-    products = {x.name for x in every if _has_product(computations, x)}
-    after, before = set(products), set(products)
-    for each in every:
-        if after.intersection(each.operands):
-            after.add(each.name)
-    for each in reversed(every):
-        if each.name in before:
-            before.update(each.operands)
-    between = [here.instructions[name] for name in after & before]
-    return sum(
-        _moved_by(computations, here, each) for each in between if not each.is_free
-    )
-
-
-def _has_product(computations: dict[str, Computation], each: Instruction) -> bool:
-    if each.operation != "fusion":
-        return each.operation in _PRODUCTS
-    inside = computations[each.computation("calls")]
-    return any(_has_product(computations, x) for x in inside.instructions.values())
 
 
 def bytes_of(types: str, *, in_main_memory: bool = False) -> int:

@@ -1,18 +1,14 @@
 """Whole training steps of a language model, compiled for TPUs and GPUs not here.
 
-    python benchmarks training_step                            # small, in minutes
-    python benchmarks training_step --size 1.3B --targets v5e,H100  # half an hour
-    python benchmarks training_step --size 7B --devices 8 --remat dots --json FILE
-    python benchmarks training_step --size uneven --layouts "columns;both"
-    python benchmarks training_step --size 1.3B --devices 1 --unrolled
+    python benchmarks training_step --size small      # in minutes
+    python benchmarks training_step --json FILE       # all tables; goes on where it was
+    python benchmarks training_step --tables "1.3B on one v5e" --forms compact
 
-A decoder whose layers are stacked and scanned, with float32 norms; the step is forward,
-backward, clipping by the global norm, AdamW with a decay mask and a schedule. Nothing
-is run: `pip install --group accelerators` brings the compilers. On eight devices
-params, state and batch are sharded: FSDP by rows or columns, or by rows with tensor
-parallelism of two by columns. With `--unrolled`, layers are a list and have biases, as
-GPT-2's: 291 leaves at 24 layers. With `--micro 4`, a scan sums the gradients of four
-batches in float32.
+A decoder whose layers are stacked and scanned, with float32 norms; layers are computed
+again in the backward pass. The step is forward, backward, clipping by the global norm,
+AdamW with a decay mask and a schedule. Nothing is run: `pip install --group
+accelerators` brings the compilers. On eight devices params, state and batch are sharded
+by rows (FSDP), or params are whole and the state is sharded (zero1).
 
 Gigabytes are per device. "peak" is the most that the step holds at once, by XLA: of
 params, state, batch and temporaries, in which the gradients are. "moved" is to and
@@ -20,21 +16,27 @@ from its main memory. Collectives are of more than 4 KiB, with the gigabytes of 
 results; those in the scan over layers count once. A program that XLA finds too
 large for the device has a row that says so.
 
+"optimizer GB" is what the optimizer's step moves, compiled by itself. "share" is the
+time of these bytes at the peak of the memory, over this time and that of the model's
+products at the peak of the chip, for the tokens of this batch and for 16 times as many.
+Real steps reach neither peak.
+
 "lowering s" and "compile s" are CPU seconds of all threads and of the assemblers that
-XLA calls, the former with tracing; "compile ratio" is their sum over "float32"'s.
+XLA calls, the former with tracing.
 """
 
 import argparse
 import functools
-import itertools
+import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 # First: it tells JAX that no hardware is to be looked for.
 import accelerators
+import fingerprints
 import forms
 import jax
 import jax.numpy as jnp
@@ -61,33 +63,40 @@ class Size:
     batch: int = 4
     length: int = 1024
 
+    @property
+    def tokens(self) -> int:
+        """The tokens that a device sees in a step."""
+        return self.batch * self.length
+
+    @property
+    def flops(self) -> float:
+        """The operations of a device's products in a step.
+
+        Two for each weight and token in the forward pass, and for half of the pairs of
+        tokens in attention; twice as many in the backward pass, and those of the layers
+        once again where it computes them again.
+        """
+        width, hidden = self.width, self.hidden
+        layer = 2 * (4 * width**2 + 2 * width * hidden) + 2 * self.length * width
+        head = 2 * width * self.vocabulary
+        return self.tokens * (4 * self.layers * layer + 3 * head)
+
 
 SIZES = {
     "small": Size(4, 256, 1024, 4, 2048, 4, 128),
-    "0.35B": Size(24, 1024, 4096, 16),
     "1.3B": Size(24, 2048, 8192, 16),
-    "2.7B": Size(32, 2560, 10240, 32),
     "7B": Size(32, 4096, 16384, 32),
-    # Eight devices have no whole blocks of these columns, and no equal share of words.
-    "uneven": Size(24, 2048, 5504, 16, 50257),
 }
-LAYOUTS: dict[str, tuple[dict[str, int], PartitionSpec]] = {
-    "rows": ({"data": 8}, PartitionSpec("data")),
-    "columns": ({"data": 8}, PartitionSpec(None, "data")),
-    "both": ({"data": 4, "model": 2}, PartitionSpec("data", "model")),
-}
-# What the backward pass keeps, besides what is carried from layer to layer.
-REMAT = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "none": jax.checkpoint_policies.everything_saveable,
-}
+# Operations a second in bfloat16, and bytes a second of the main memory: of the data
+# sheets of the H100 SXM and of Cloud TPU v5e.
+PEAKS = {"H100": (989e12, 3.35e12), "v5e": (197e12, 0.819e12)}
+SPECS = {"": PartitionSpec(), "zero1": PartitionSpec(), "FSDP": PartitionSpec("data")}
 
 
 # The model
 
 
-def init(size: Size, dtype: str, *, is_unrolled: bool = False) -> Any:
+def init(size: Size, dtype: str) -> Any:
     """Return params as descriptions: norms are float32, all else is in `dtype`."""
     make, width = jax.ShapeDtypeStruct, size.width
     products = {
@@ -99,16 +108,7 @@ def init(size: Size, dtype: str, *, is_unrolled: bool = False) -> Any:
     norms = ["attention norm", "mlp norm"]
     layer = {name: make((width,), F32) for name in norms}
     layer |= {name: make(shape, dtype) for name, shape in products.items()}
-    if is_unrolled:
-        layer |= {f"{name} bias": make((width,), F32) for name in norms}
-        layer |= {
-            f"{name} bias": make(shape[1:], dtype) for name, shape in products.items()
-        }
-        layers: Any = [layer] * size.layers
-    else:
-        layers = {
-            name: make((size.layers, *x.shape), x.dtype) for name, x in layer.items()
-        }
+    layers = {name: make((size.layers, *x.shape), x.dtype) for name, x in layer.items()}
     return {
         "embedding": make((size.vocabulary, width), dtype),
         "layers": layers,
@@ -121,7 +121,6 @@ def loss(
     tokens: jax.Array,
     size: Size,
     dtype: str,
-    remat: str,
     cut: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """Return the loss; products are in `dtype`, and `cut` shards a batch."""
@@ -129,15 +128,12 @@ def loss(
     def norm(weights: Any, name: str, x: jax.Array) -> jax.Array:
         wide = x.astype(F32)
         mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(mean + 1e-6) * weights[name]
-        return (wide + weights.get(f"{name} bias", 0)).astype(dtype)
+        return (wide * jax.lax.rsqrt(mean + 1e-6) * weights[name]).astype(dtype)
 
     def product(weights: Any, name: str, x: jax.Array) -> jax.Array:
-        y = x @ weights[name].astype(dtype)
-        bias = weights.get(f"{name} bias")
-        return y if bias is None else y + bias.astype(dtype)
+        return x @ weights[name].astype(dtype)
 
-    @functools.partial(jax.checkpoint, policy=REMAT[remat])
+    @jax.checkpoint
     def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
         y = product(weights, "qkv", norm(weights, "attention norm", x))
         y = y.reshape(*y.shape[:2], 3, size.heads, -1)
@@ -149,12 +145,8 @@ def loss(
 
     with jax.named_scope("lookup"):
         x = cut(params["embedding"].astype(dtype)[tokens[:, :-1]])
-    if isinstance(params["layers"], list):
-        for weights in params["layers"]:
-            x, _ = layer(x, weights)
-    else:
-        # `lax.scan`, but for layers whose gradients are released.
-        x, _ = optax_mp.scan_layers(layer, x, params["layers"])
+    # `lax.scan`, except where the gradients of layers are released.
+    x, _ = optax_mp.scan_layers(layer, x, params["layers"])
     head = {"head": params["embedding"].T}
     logits = product(head, "head", norm(params, "norm", x)).astype(F32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -166,13 +158,8 @@ def adamw(*, is_clipped: bool = True) -> optax.GradientTransformation:
     decay = functools.partial(
         jax.tree_util.tree_map_with_path, lambda path, _: "norm" not in str(path)
     )
-
-    def make(learning_rate: Any) -> optax.GradientTransformation:
-        rule = optax.adamw(learning_rate, b2=0.95, weight_decay=0.1, mask=decay)
-        clip = optax.clip_by_global_norm(1.0) if is_clipped else optax.identity()
-        return optax.chain(clip, rule)
-
-    return optax.inject_hyperparams(make)(learning_rate=rate)
+    rule = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=decay)
+    return optax.chain(optax.clip_by_global_norm(1.0), rule) if is_clipped else rule
 
 
 # The forms
@@ -205,121 +192,91 @@ class Form:
     """A way to train.
 
     Attributes:
-        param_dtype: the dtype of params, but for norms.
-        dtype: the dtype of products.
         make: makes the transformation.
+        param_dtype: the dtype of params, except norms.
         way: "tx.update", "by hand" or "release".
-        amp: the dtype in which `amp` computes the loss, if it does.
-        rules: its rules beside the default ones.
-        max_norm: what `release_gradients` clips by, if it does.
-        sums: what sums gradients over micro-batches: "scan" is a loop by hand, in
-            float32; "refs" a scan whose backward pass adds in place; "optax" is
-            `optax.microbatch` of gradients in the dtypes of params, "optax, float32" of
-            float32 gradients.
+        amp: the rules of `amp` beside its own, if it computes the loss.
     """
 
-    param_dtype: str
-    dtype: str
     make: Callable[[], optax.GradientTransformation]
+    param_dtype: str = BF16
     way: str = "tx.update"
-    amp: str | None = None
-    rules: dict[str, str] = field(default_factory=dict)
-    max_norm: float | None = None
-    sums: str = "scan"
+    amp: dict[str, str] | None = None
 
 
-OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "masters": lambda: forms.masters(adamw()),
-    "Split(16)": lambda: forms.masters(adamw(), storage=optax_mp.Split(16)),
-    "compact": lambda: forms.compact(adamw()),
-}
+def released_masters() -> optax.GradientTransformation:
+    """Return masters that `release_gradients` clips."""
+    return forms.masters(adamw(is_clipped=False))
+
+
+def released_compact() -> optax.GradientTransformation:
+    """Return the compact form that `release_gradients` clips."""
+    return forms.compact(adamw(is_clipped=False))
+
+
 FORMS = {
-    "float32": Form(F32, F32, adamw),
-    "float32 params, bf16 products": Form(F32, BF16, adamw),
-    "masters by hand": Form(BF16, BF16, masters_by_hand, "by hand"),
+    "float32 params": Form(adamw, F32),
+    "masters by hand": Form(masters_by_hand, way="by hand"),
+    "masters": Form(lambda: forms.masters(adamw())),
+    "masters, loss scale": Form(lambda: forms.scaled(forms.masters(adamw()))),
+    "Split(16)": Form(lambda: forms.masters(adamw(), storage=optax_mp.Split(16))),
+    "compact": Form(lambda: forms.compact(adamw())),
+    "compact, loss scale": Form(lambda: forms.scaled(forms.compact(adamw()))),
+    "masters, release": Form(released_masters, way="release"),
+    "compact, release": Form(released_compact, way="release"),
+    # To be compared with "float32 params". By default amp looks rows up in the dtype of
+    # the embedding, and layers then add to float32 values.
+    "amp bf16": Form(adamw, F32, amp={}),
+    "amp bf16, lookup rounded": Form(adamw, F32, amp={"lookup": "rounded"}),
 }
-FORMS |= {name: Form(BF16, BF16, make) for name, make in OURS.items()}
-FORMS |= {
-    f"{name}, loss scale": Form(BF16, BF16, lambda make=make: forms.scaled(make()))
-    for name, make in OURS.items()
-}
-# The state is on the host but for the optimizer's step.
-FORMS |= {
-    f"{name}, offload": Form(BF16, BF16, lambda make=make: optax_mp.offload(make()))
-    for name, make in OURS.items()
-}
-FORMS |= {
-    "stochastic rounding, 8-bit state": Form(
-        BF16,
-        BF16,
-        lambda: optax_mp.stochastic_rounding(optax_mp.low_bit_state(adamw())),
-    ),
-    "MultiSteps in compact": Form(
-        BF16, BF16, lambda: forms.compact(optax.MultiSteps(adamw(), 4))
-    ),
-}
-# No layer waits for the norm of all gradients.
-FORMS |= {
-    f"{name} unclipped{end}": Form(BF16, BF16, make, way)
-    for name, make in {
-        "masters": lambda: forms.masters(adamw(is_clipped=False)),
-        "compact": lambda: forms.compact(adamw(is_clipped=False)),
-    }.items()
-    for end, way in {"": "tx.update", ", release": "release"}.items()
-}
-# Clipped in two passes; to be compared with "unclipped, release" and with the form.
-FORMS |= {
-    f"{name}, release": replace(FORMS[f"{name} unclipped, release"], max_norm=1.0)
-    for name in ("masters", "compact")
-}
-# To be compared with "masters", all with `--micro 8`.
-FORMS |= {
-    f"sums by {sums}": replace(FORMS["masters"], sums=sums)
-    for sums in ("optax", "optax, float32")
-}
-# To be compared with this form itself.
-FORMS["sums by refs"] = replace(FORMS["float32 params, bf16 products"], sums="refs")
-# To be compared with "float32 params, bf16 products" and "masters".
-FORMS |= {
-    f"amp bf16, {params} params": Form(
-        dtype, F32, OURS["masters"] if dtype == BF16 else adamw, amp=BF16
-    )
-    for params, dtype in (("float32", F32), ("bf16", BF16))
-}
-# With these, layers add to bf16 values, as by hand; by default, to float32 ones.
-FORMS |= {
-    f"amp bf16, {params} params, lookup {rule}": replace(
-        FORMS[f"amp bf16, {params} params"], rules={"lookup": rule}
-    )
-    for params, rule in (("float32", "rounded"), ("bf16", "low"))
-}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Which steps a table holds.
+
+    Attributes:
+        size: of the decoder.
+        target: for which device they are compiled.
+        forms: the names of the forms.
+        layout: "" for one device; "FSDP" or "zero1" over eight.
+    """
+
+    size: str
+    target: str
+    forms: tuple[str, ...]
+    layout: str = ""
+
+    @property
+    def title(self) -> str:
+        """The title."""
+        count = f"eight {self.target}, {self.layout}" if self.layout else self.target
+        return f"{self.size} on {count if self.layout else f'one {count}'}"
+
+
+SHARDED = "masters by hand", "masters", "compact"
+TABLES = (
+    Table("1.3B", "H100", tuple(FORMS)),
+    Table("1.3B", "H100", ("masters", "compact"), "zero1"),
+    Table("1.3B", "H100", (*SHARDED, "compact, release"), "FSDP"),
+    Table("7B", "H100", SHARDED, "FSDP"),
+    Table("1.3B", "v5e", ("float32 params", "masters", "compact", "compact, release")),
+    Table("1.3B", "v5e", ("masters", "compact"), "FSDP"),
+)
 
 
 # What is measured
 
 
-def mesh_of(target: str, count: int, layout: str) -> tuple[Mesh, PartitionSpec]:
-    """Return the devices, and how a matrix is sharded over them."""
-    axes, spec = LAYOUTS[layout] if count > 1 else ({"data": 1}, PartitionSpec())
-    devices = np.array(accelerators.devices_of(target, count))
-    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes)), spec
-
-
-def measure(
-    name: str,
-    mesh: Mesh,
-    spec: PartitionSpec,
-    size: Size,
-    remat: str,
-    params: Any,
-    micro: int = 1,
-) -> record.Row:
+def measure(name: str, size: Size, target: str, layout: str) -> record.Row:
     """Return what a step of a form needs, moves and sends."""
     # What other forms left would make this one's tracing cheaper.
     jax.clear_caches()
-    step, args, grads = prepare(FORMS[name], params, mesh, spec, size, remat, micro)
+    count = accelerators.COUNT if layout else 1
+    mesh = Mesh(np.array(accelerators.devices_of(target, count)), ("data",))
+    programs = prepare(FORMS[name], size, mesh, layout)
     began = cpu_seconds()
-    lowered = step.lower(*args)
+    lowered = programs.step.lower(*programs.args)
     traced = cpu_seconds()
     try:
         compiled = lowered.compile()
@@ -329,19 +286,34 @@ def measure(
         return {"step": name, "peak GB": f"does not fit{needed_gb(str(error))}"}
     done = cpu_seconds()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    size_of_params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    state = memory.argument_size_in_bytes - size_of_params / mesh.size
-    return {
+    params, _, _ = programs.args
+    row = {
         "step": name,
-        "state GB": state / 1e9,
-        "gradients GB": grads / mesh.size / 1e9,
+        "state GB": memory.argument_size_in_bytes / 1e9 - gigabytes(params),
         "temporaries GB": memory.temp_size_in_bytes / 1e9,
         "peak GB": memory.peak_memory_in_bytes / 1e9,
         "moved GB": traffic.bytes_moved(text) / 1e9,
-        "collectives": describe_collectives(text),
-        "lowering s": traced - began,
-        "compile s": done - traced,
     }
+    if programs.optimizer is not None:
+        alone = programs.optimizer.lower(*programs.args[:2], programs.grads).compile()
+        moved = traffic.bytes_moved(alone.as_text())
+        flops, bandwidth = PEAKS[target]
+        row["optimizer GB"] = moved / 1e9
+        for times in (1, 16):
+            rest = times * size.flops / flops
+            share = moved / bandwidth / (moved / bandwidth + rest)
+            row[f"share at {times * size.tokens // 1024}k tokens"] = f"{share:.1%}"
+    if layout:
+        row["collectives"] = describe_collectives(text)
+    return row | {"lowering s": traced - began, "compile s": done - traced}
+
+
+def gigabytes(tree: Any) -> float:
+    """Return how large described arrays are on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize / 1e9
+        for x in jax.tree.leaves(tree)
+    )
 
 
 def cpu_seconds() -> float:
@@ -359,21 +331,33 @@ def needed_gb(error: str) -> str:
     )
 
 
-def prepare(
-    form: Form,
-    params: Any,
-    mesh: Mesh,
-    spec: PartitionSpec,
-    size: Size,
-    remat: str,
-    micro: int = 1,
-) -> tuple[Any, Any, int]:
-    """Return the step, its arguments, and the bytes of its gradients."""
+@dataclass(frozen=True)
+class Programs:
+    """What is compiled, and for which arguments.
+
+    Attributes:
+        step: the whole step.
+        optimizer: the optimizer's step alone, if it is one.
+        args: params, state and tokens.
+        grads: the gradients.
+    """
+
+    step: Any
+    optimizer: Any
+    args: tuple[Any, Any, Any]
+    grads: Any
+
+
+def prepare(form: Form, size: Size, mesh: Mesh, layout: str) -> Programs:
+    """Return the programs of a form over the devices of a mesh."""
     rows, whole = (NamedSharding(mesh, PartitionSpec(*x)) for x in (("data",), ()))
+    params = init(size, form.param_dtype)
     shardings = jax.tree_util.tree_map_with_path(
-        functools.partial(shard, mesh, spec), params
+        functools.partial(shard, mesh, SPECS[layout]), params
     )
-    tx, state_shardings = form.make(), None
+    tx = form.make()
+    if layout == "zero1":
+        tx = optax_mp.zero1(tx, mesh, "data")
     if form.way == "release":
         state_shardings, tx = shardings_of_released(tx, params, shardings)
     elif form.way == "by hand":
@@ -384,45 +368,38 @@ def prepare(
     fun = functools.partial(
         loss,
         size=size,
-        dtype=form.dtype,
-        remat=remat,
+        dtype=F32 if form.amp is not None else BF16,
         cut=lambda x: jax.lax.with_sharding_constraint(x, rows),
     )
-    if form.amp:
-        rules = optax_mp.default_amp_rules | form.rules
-        fun = optax_mp.amp(fun, compute_dtype=form.amp, rules=rules)
+    if form.amp is not None:
+        rules = optax_mp.default_amp_rules | form.amp
+        fun = optax_mp.amp(fun, compute_dtype=BF16, rules=rules)
+    gradients = optax_mp.value_and_grad(fun)
 
-    gradients = summed(optax_mp.value_and_grad(fun), micro)
-    if micro > 1 and form.sums == "refs":
-        gradients = summed_in_place(fun, micro)
-    elif micro > 1 and form.sums != "scan":
-        gradients = accumulated(fun, micro, form.sums)
+    def update(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        is_new = form.way == "by hand"
+        return updates if is_new else optax.apply_updates(params, updates), state
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         if form.way == "release":
             return released(form, fun, params, state, tokens)
         value, grads = gradients(state, params, tokens)
-        updates, state = tx.update(grads, state, params)
-        is_new = form.way == "by hand"
-        return (
-            updates if is_new else optax.apply_updates(params, updates),
-            state,
-            value,
-        )
+        return *update(params, state, grads), value
 
-    batch = size.batch * mesh.shape["data"] * micro
+    batch = size.batch * mesh.size
     tokens = jax.ShapeDtypeStruct((batch, size.length + 1), jnp.int32)
     args = params, jax.eval_shape(tx.init, params), tokens
-    _, grads = jax.eval_shape(gradients, args[1], params, tokens)
-    placed = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    args = accelerators.place(args, (shardings, state_shardings, rows))
+    kept = shardings, state_shardings
+    return Programs(
+        jax.jit(step, donate_argnums=(0, 1), out_shardings=(*kept, whole)),
+        None
+        if form.way == "release"
+        else jax.jit(update, donate_argnums=(0, 1), out_shardings=kept),
         args,
-        (shardings, state_shardings, rows),
+        accelerators.place(params, shardings),  # their gradients look like them
     )
-    out = shardings, state_shardings, whole
-    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
-    size_of_grads = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(grads))
-    return jitted, placed, size_of_grads
 
 
 def shardings_of_released(
@@ -452,74 +429,19 @@ def released(
     value, grads, layers, of_layers = optax_mp.release_gradients(
         lambda layers, rest, tokens: fun(rest | {"layers": layers}, tokens),
         tx,
-        max_norm=form.max_norm,
+        max_norm=1.0,
     )(of_layers, params["layers"], rest, tokens)
     updates, of_rest = tx.update(grads, of_rest, rest)
     rest = optax.apply_updates(rest, updates)
     return rest | {"layers": layers}, (of_layers, of_rest), value
 
 
-def summed(gradients: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Return a function that sums the gradients of some micro-batches in float32."""
-    if count == 1:
-        return gradients
-
-    def in_turn(state: Any, params: Any, tokens: jax.Array) -> Any:
-        def add(sums: Any, batch: jax.Array) -> Any:
-            value, grads = gradients(state, params, batch)
-            return jax.tree.map(lambda x, g: x + g.astype(F32), sums, grads), value
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, F32), params)
-        batches = tokens.reshape(-1, count, tokens.shape[-1]).swapaxes(0, 1)
-        sums, values = jax.lax.scan(add, zeros, batches)
-        return values.mean(), sums
-
-    return in_turn
-
-
-def accumulated(fun: Callable[..., Any], count: int, sums: str) -> Callable[..., Any]:
-    """Return the same by `optax.microbatch`."""
-
-    def in_turn(state: Any, params: Any, tokens: jax.Array) -> Any:
-        gradients = jax.value_and_grad(fun)
-        if sums == "optax, float32":
-            gradients = functools.partial(optax_mp.value_and_grad(fun), state)
-        mean = optax.microbatching.AccumulationType.MEAN
-        size = tokens.shape[0] // count
-        return optax.microbatch(gradients, 1, size, mean)(params, tokens)
-
-    return in_turn
-
-
-def summed_in_place(fun: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Return the same by references to the sums, which JAX adds to in place."""
-
-    def in_turn(state: Any, params: Any, tokens: jax.Array) -> Any:
-        def add(sums: Any, batch: jax.Array) -> Any:
-            refs = jax.tree.map(lambda x: jax.new_ref(x), sums)
-            value, pull = jax.vjp(lambda p: fun(p, batch), params)
-            pull.with_refs(refs)(jnp.ones_like(value))
-            return jax.tree.map(jax.freeze, refs), value
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, F32), params)
-        batches = tokens.reshape(-1, count, tokens.shape[-1]).swapaxes(0, 1)
-        sums, values = jax.lax.scan(add, zeros, batches)
-        return values.mean(), sums
-
-    return in_turn
-
-
 def shard(mesh: Mesh, spec: PartitionSpec, path: Any, leaf: Any) -> NamedSharding:
     """Return the sharding of a param: norms are whole, stacked layers not cut."""
+    if "norm" in str(path) or not spec:
+        return NamedSharding(mesh, PartitionSpec())
     stacked = (None,) * (len(leaf.shape) - 2)
-    if "norm" in str(path) or "bias" in str(path):
-        spec = PartitionSpec()
-    elif any(
-        name and size % mesh.shape[name]
-        for name, size in zip(spec, leaf.shape[-2:], strict=False)
-    ):
-        spec = PartitionSpec(None, "data")  # words that do not divide
-    return NamedSharding(mesh, PartitionSpec(*stacked, *spec) if spec else spec)
+    return NamedSharding(mesh, PartitionSpec(*stacked, *spec))
 
 
 def describe_collectives(text: str) -> str:
@@ -532,54 +454,23 @@ def describe_collectives(text: str) -> str:
     return ", ".join(sorted(found)) or "none"
 
 
-def add_compile_ratio(rows: list[record.Row]) -> None:
-    """Give the last row its compile time over float32's, if both compiled."""
-
-    def seconds(row: record.Row) -> float:
-        return row["lowering s"] + row["compile s"]
-
-    first, last = rows[0], rows[-1]
-    if first["step"] == "float32" and "compile s" in first and "compile s" in last:
-        last["compile ratio"] = seconds(last) / seconds(first)
-
-
 def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="small")
-    targets = ",".join(accelerators.TARGETS)
-    parser.add_argument("--targets", default=targets, help="some of them")
-    parser.add_argument("--devices", default="1,8", help="how many")
-    parser.add_argument("--layouts", default="rows", help="some, separated by ;")
-    parser.add_argument("--remat", default="full", help=f"some of {', '.join(REMAT)}")
-    parser.add_argument("--micro", type=int, default=1, help="batches in a step")
-    parser.add_argument("--unrolled", action="store_true", help="layers in a list")
+    parser.add_argument("--size", choices=SIZES, help="in place of each table's own")
+    parser.add_argument("--tables", default="", help="some, by how titles begin")
     parser.add_argument("--forms", default="", help="some, by how their names begin")
     record.add_option(parser)
     args = parser.parse_args()
-    size, starts = SIZES[args.size], tuple(args.forms.split(";"))
-    names = [name for name in FORMS if name.startswith(starts)]
-    tables: record.Tables = {}
-    for target, count, layout, remat in itertools.product(
-        args.targets.split(","),
-        map(int, args.devices.split(",")),
-        args.layouts.split(";"),
-        args.remat.split(","),
-    ):
-        title = f"{args.size}{', unrolled' if args.unrolled else ''}, remat {remat}"
-        title += f", {args.micro} micro-batches" if args.micro > 1 else ""
-        title += f", {count} x {target}"
-        title += f", sharded by {layout}" if count > 1 else ""
-        place = mesh_of(target, count, layout)
-        small = replace(size, layers=1, width=256, hidden=256, heads=2)
-        # The first program that is compiled pays for what all need.
-        measure("float32", *place, small, remat, init(small, F32))
-        rows = tables.setdefault(title, [])
-        for name in names:
-            params = init(size, FORMS[name].param_dtype, is_unrolled=args.unrolled)
-            rows.append(measure(name, *place, size, remat, params, args.micro))
-            add_compile_ratio(rows)
-            print(title, rows[-1], flush=True)
+    titles, starts = (tuple(x.split(";")) for x in (args.tables, args.forms))
+    tables = fingerprints.fresh_tables(args.json)
+    for table in (x for x in TABLES if x.title.startswith(titles)):
+        size = SIZES[args.size or table.size]
+        rows = tables.setdefault(table.title, [])
+        done = [row["step"] for row in rows]
+        for name in (x for x in table.forms if x.startswith(starts) and x not in done):
+            rows.append(measure(name, size, table.target, table.layout))
+            print(table.title, rows[-1], flush=True)
             # At once, so that an interrupted run keeps what it has.
             record.finish(
                 args.json, tables, accelerators.MACHINE, accelerators.PACKAGES

@@ -10,7 +10,7 @@ for temporary files. Each form then goes on with these weights on Python code, t
 source of the optax that is installed. A seed sets the batches, the same for all forms,
 so a run is compared with another one of the same seed: by the mean training loss of the
 last steps before each of ten gates, and by the loss of held-out windows of both texts.
-Runs that FILE holds are not repeated.
+Runs of this program that FILE holds are not repeated.
 """
 
 import argparse
@@ -18,11 +18,12 @@ import hashlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import fingerprints
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -369,11 +370,9 @@ def ablations_of(
     return {ABLATIONS: lines}
 
 
-def read_rows(path: Path | None, title: str) -> dict[str, record.Row]:
-    """Return the rows that a file holds already, by form."""
-    if path is None or not path.exists():
-        return {}
-    return {next(iter(row.values())): row for row in record.read(path).tables[title]}
+def by_form(rows: Iterable[record.Row]) -> dict[str, record.Row]:
+    """Return rows by their forms."""
+    return {next(iter(row.values())): row for row in rows}
 
 
 def main() -> None:
@@ -394,8 +393,9 @@ def main() -> None:
         settings = replace(settings, **dict.fromkeys(rates, args.constant))
     start = pretrained(replace(PRETRAINING, steps=2 * args.steps))
     title = ABLATIONS if args.ablations else HELD_OUT
-    rows, tables = read_rows(args.json, title), {}
-    forms = read_rows(RESULT, HELD_OUT) if args.ablations else {}
+    kept = fingerprints.fresh_tables(args.json)
+    rows, tables = by_form(kept.get(title, [])), {}
+    forms = by_form(record.read(RESULT).tables[HELD_OUT]) if args.ablations else {}
     runs = [
         run
         for run in (UNPROTECTED if args.ablations else FORMS)

@@ -6,6 +6,8 @@ the others; one that wants something else fails the collection and says what to 
 
 import functools
 import inspect
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +40,12 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "galore": {"rank": 2},
     "lbfgs": {"memory_size": 3, "linesearch": None, "learning_rate": 1e-2},
 }
+# What optax announces when it makes one, word for word: any other deprecation is an
+# error, so that the weekly run shows it.
+_ANNOUNCED = {
+    "dpsgd": '"seed" is deprecated and will be removed in optax 0.2.7, use "key"',
+    "optimistic_adam": "`optimistic_adam` is deprecated",
+}
 
 
 def _is_optimizer(name: str, factory: Any) -> bool:
@@ -66,7 +74,16 @@ def _builder(
                     "_ARGUMENTS in tests/support/optimizers.py"
                 )
             settings.setdefault(parameter.name, _ARGUMENTS[parameter.name])
-    return functools.partial(factory, **settings)
+    if name not in _ANNOUNCED:
+        return functools.partial(factory, **settings)
+
+    def make() -> optax.GradientTransformation:
+        with warnings.catch_warnings():
+            text = re.escape(_ANNOUNCED[name])
+            warnings.filterwarnings("ignore", text, DeprecationWarning)
+            return factory(**settings)
+
+    return make
 
 
 def _discover() -> dict[str, Callable[[], optax.GradientTransformation]]:
