@@ -3,7 +3,8 @@
     python docs/messages.py   # prints it
 
 The messages are read from the code, from `raise Error(...)` and `warn(...)`. Parts that
-are filled in when it is raised are shown in words, as ‹path›.
+are filled in when it is raised are shown in words, as ‹path›. A longer explanation of
+a message has its place in `EXPLANATIONS`.
 """
 
 import ast
@@ -55,12 +56,76 @@ WORDS = {
     "shown": "what was passed",
     "expected": "what fits",
     "where": "path",
+    "fault": "the scale is at its floor / too many steps in a row were skipped",
 }
 # Parts of an expression that say nothing to a reader.
 NO_WORDS = {"self", "jnp", "jax", "repr", "str", "sorted", "join", "__name__", "name"}
 MOST_CHARACTERS = 120  # of alternatives that are written out
+# Longer explanations, each by words of the messages that it is for.
+EXPLANATIONS = {
+    "to round to the param": """A param that misses its master by a rounding or an edit
+        cannot be a part of it. To keep the masters, cast them first, and continue with
+        the result: `params = jax.tree.map(lambda m, p: m.astype(p.dtype),
+        optax_mp.master_params(opt_state, params), params)`.""",
+    "state of `jax.vmap(tx.init)`": """As `jax.vmap(lambda state, params:
+        convert_opt_state(state, params, from_tx, to_tx))(opt_state, params)`.""",
+    "each name in `rules`": """A scope counts if the function enters it in this call,
+        outside of derivative rules.""",
+    "in which a state has lost its class": """A checkpoint that is restored without a
+        template has dicts in place of states, and so has `nnx.state` of an
+        `nnx.Optimizer`: pass the optimizer itself.""",
+    "for the unscaled gradients": """The gradients were probably never scaled, or they
+        were clipped or unscaled before `tx.update`, which divides them by the scale.
+        Clip inside: `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`.""",
+    "the scale is at its floor": """With the loss as `value`, a NaN of the model or its
+        data does not lower the scale. If the loss is finite in these steps, the scale
+        is too large even at `min_scale`. If a lower scale ends a series of skipped
+        steps, start lower or raise `max_skipped`. Otherwise look for a NaN of the model
+        or its data, or a learning rate at which training diverges.""",
+    "holds no loss scale": """Float16 values below 6e-8 become 0. If the loss is scaled
+        in another way, ignore this warning: `warnings.filterwarnings("ignore",
+        "value_and_grad: .*float16", optax_mp.MixedPrecisionWarning)`.""",
+    "in which values below 6e-8 become 0": """`value_and_grad` returns gradients in
+        float32, still scaled, and `dynamic_loss_scale` unscales them. If you scale the
+        loss yourself, cast them to float32, unscale them, and pass the result.""",
+    "got an fp8 scale": """An fp8 layer of Flax returns the next value of its scales in
+        the place of their gradients. Put it into the params yourself, or train with
+        `TrainState`.""",
+    "`master_dtype`, the second argument": """With masters as narrow as the params, no
+        param has a master. Masters are float32 by default; the dtype of params in
+        training is the keyword `param_dtype`.""",
+    "begin from rounded weights": """With `param_dtype`, call `init` with the float32
+        weights, which become the masters, and cast the params after it.""",
+    "If `equinox.apply_updates` promoted it": """`equinox.apply_updates` adds float32
+        updates without casting back. `update_dtype="params"` needs the storage
+        `optax_mp.FullCopy()`. Among the params, a Python number must be an array.""",
+    "a shared line of the state": """A rank has whole lines where params are
+        replicated, or sharded along other axes than the lines. Without `check_vma`, no
+        type says which ranks share a line.""",
+    "numbers of the state are stored in codes": """Arrays of other dtypes than float32,
+        histories, and copies of the weights are not.""",
+    "of the state in host memory": """In shardings and in descriptions of arrays, pass
+        `memory_kind="pinned_host"`. Before a loop or a branch, move what it carries
+        with `jax.device_put`. Put no `offload` into another.""",
+    "to be of each device's own loss": """In JAX 0.8, `jax.lax.pvary`. Or pass
+        `check_vma=False` to `jax.shard_map`.""",
+    "a leading axis of": """With `exchange_dtype`, `zero1` sums the gradients of the
+        devices: `jax.vmap` over the parts of the batch makes them.""",
+    "that JAX sums over ranks": """Each rank would take a step of its own, and the
+        layers would differ. `jax.jit` with sharded arrays also sums gradients.""",
+    "without a loss scale, got one": """A step has one loss scale, in the state of
+        `rest`: `release_gradients(loss, tx)(opt_state, layers, rest, ...,
+        rest_state=rest_state)`.""",
+    "unchanged to one `scan_layers`": """Pass tied layers to one scan, as `(layers,
+        layers)`. Keep the scan out of loops and branches. In place of micro-batches use
+        a larger batch, with `jax.checkpoint` in the block.""",
+    "to update each array by itself": """`max_norm` clips by the norm of all gradients.
+        With `by_layer=True`, `tx` computes such a norm for each layer.""",
+    "that reads an array of them": """The block may return other values as outputs,
+        such as the norm of its weights.""",
+}
 # Functions that make the texts of warnings of `amp`, which others give to `warn`.
-MAKERS = ("describe_unused", "warnings_of_names")
+MAKERS = ("_warning_of_unknown", "warnings_of_names")
 
 
 class Message(NamedTuple):
@@ -235,7 +300,7 @@ def message(kind: str, text: str, topic: str) -> Message:
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the page; raise if an explanation is for no message."""
     paths = sorted(PACKAGE.rglob("*.py"))
     every = [x for path in paths for x in Module(path).messages()]
     # Errors that JAX or this package catches itself have neither.
@@ -244,6 +309,11 @@ def page() -> str:
         for x in dict.fromkeys(every)
         if (x.fix or "expected" in x.text) and len(x.text) > 9
     ]
+    unused = [
+        x for x in EXPLANATIONS if not any(x in f"{y.text} {y.fix}" for y in every)
+    ]
+    if unused:
+        raise ValueError(f"EXPLANATIONS: no message has the words {unused}")
     lines = [HEAD]
     for function in sorted({x.function for x in every if x.function}, key=str.lower):
         lines.append(f"## `{function}`\n")
@@ -261,7 +331,10 @@ def page() -> str:
 def in_markdown(each: Message) -> str:
     """Return an item of a list."""
     text, fix = (without_markup(x) for x in (each.text, each.fix))
-    return f"- **{each.kind}**: {text}" + (f"\n\n  *Fix:* {fix}" if fix else "")
+    whole = f"{each.text} {each.fix}"
+    more = [" ".join(y.split()) for x, y in EXPLANATIONS.items() if x in whole]
+    parts = [f"*Fix:* {fix}"] * bool(fix) + list(map(without_markup, more))
+    return "\n\n  ".join([f"- **{each.kind}**: {text}", *parts])
 
 
 def without_markup(text: str) -> str:

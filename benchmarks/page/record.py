@@ -101,9 +101,14 @@ def read(path: Path) -> Record:
     return Record(**json.loads(path.read_text(encoding="utf-8")))
 
 
+def paths() -> dict[str, Path]:
+    """Return the files of all results by their names."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*/results/*.json"))}
+
+
 def read_all() -> dict[str, Record]:
     """Return all results by the names of their files."""
-    return {path.stem: read(path) for path in sorted(FOLDER.glob("*/results/*.json"))}
+    return {name: read(path) for name, path in paths().items()}
 
 
 def run_times() -> dict[str, str]:

@@ -1,9 +1,10 @@
 """The demo's decoder on longer runs, which are stopped and resumed.
 
-    python benchmarks language --minutes 60     # a piece; again until all is trained
-    python benchmarks language --json FILE      # the tables of what is trained
-    python benchmarks language --task nanogpt --seeds 0 1 --minutes 60 --json FILE
-    python benchmarks language --task zipf --forms float32 compact --minutes 60
+    python benchmarks language --json FILE     # goes on where it was interrupted
+    python benchmarks language --minutes 60    # a piece of it
+    python benchmarks language --minutes 0     # the tables of what is trained
+    python benchmarks language --task nanogpt --seeds 0 1 2 --json FILE
+    python benchmarks language --task zipf --forms float32 compact
 
 The tasks:
 
@@ -34,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fingerprints
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +100,13 @@ ZIPF = Settings(
 )
 VOCABULARY = 50_000
 FOLDER = Path(__file__).parents[2] / "build" / "language"
+
+
+def folder_of(form: str, task: str, seed: int) -> Path:
+    """Return where the checkpoints of a run are: of this program of the form."""
+    found = fingerprints.of_result("CPU cores", "", {"": [{"form": form}]})
+    marks = [form.replace(" ", "_"), str(seed), *found.values()]
+    return (FOLDER / task / "-".join(marks)).absolute()
 
 
 def compact(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -205,7 +214,7 @@ class Run:
         row: what is known of it: steps made, curve, held-out losses by window.
     """
 
-    def __init__(self, form: Form, task: Task, folder: Path, seed: int = 0) -> None:
+    def __init__(self, form: Form, task: Task, folder: Path, seed: int) -> None:
         """Take up the last checkpoint, if there is one."""
         self.settings = settings = task.settings
         tx = form.wrap(task.inner(settings))
@@ -218,7 +227,7 @@ class Run:
             )
         )
         self._checkpoints = ocp.CheckpointManager(
-            (folder / f"{form.name} {seed}".replace(" ", "_")).absolute(),
+            folder,
             options=ocp.CheckpointManagerOptions(max_to_keep=1),
         )
         # Cast between two programs: within one, XLA may drop the rounding.
@@ -315,7 +324,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TASKS, default="library")
     parser.add_argument("--forms", nargs="+", choices=FORMS, help="others than its own")
-    parser.add_argument("--minutes", type=float, default=0.0, help="of this piece")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="of this piece"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     record.add_option(parser)
     args = parser.parse_args()
@@ -325,7 +336,7 @@ def main() -> None:
     rows = []
     for seed in args.seeds:
         for form in args.forms or task.forms:
-            run = Run(FORMS[form], task, FOLDER / args.task, seed)
+            run = Run(FORMS[form], task, folder_of(form, args.task, seed), seed)
             run.advance(text, held_out, until)
             rows.append(run.row)
     tables = tables_of(rows)

@@ -1,4 +1,4 @@
-"""How far each form goes at small learning rates, as a share of float32's way.
+"""How far each form goes at small learning rates, as a share of exact Adam's way.
 
     python benchmarks rates
     python benchmarks rates --steps 200 --json FILE
@@ -6,11 +6,12 @@
 Two thousand steps of Adam at a constant rate; gradients are 1 and normal noise of
 variance 1, in bfloat16, the same for all forms. The weights start at 1.0, as the scales
 of norms do, or are normal, as matrices are. A cell is the mean way of all weights over
-float32's mean way; of forms with masters, the masters' way. What is rounded to nearest
-stands still where an update is less than half of the distance between two values.
+the mean way of Adam in NumPy's float64; of forms with masters, the masters' way. What
+is rounded to nearest stands still where an update is less than half of the distance
+between two values: float32 does so, too, at rates that are small enough.
 
-HeavyBall (torch) keeps bfloat16 weights with a remainder of 8 bits, too. It is left out
-where it is not installed: `pip install --group comparisons`.
+HeavyBall (torch) and FlashOptim keep bfloat16 weights with a remainder of 8 bits, too.
+Each is left out where it is not installed: `pip install --group comparisons`.
 """
 
 import argparse
@@ -29,8 +30,8 @@ import record
 import optax_mp
 
 STEPS, SHAPE = 2000, (128, 128)
-PACKAGES = ("jax", "optax", "torch", "heavyball")
-RATES = (1e-3, 1e-4, 1e-5, 3e-6, 1e-6, 3e-7)
+PACKAGES = ("jax", "optax", "torch", "heavyball", "flashoptim-jax")
+RATES = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 STARTS = {"1.0": None, "N(0, 0.1)": 0.1, "N(0, 0.02)": 0.02}
 Wrapper = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 FORMS: dict[str, Wrapper] = {
@@ -80,14 +81,32 @@ def way_of(wrap: Wrapper, dtype: str, steps: int) -> Callable[..., jax.Array]:
     return way
 
 
+def way_of_flashoptim(steps: int) -> Callable[..., float]:
+    """Return the same of FlashOptim's Adam, with its default of 24 bits a weight."""
+    import flashoptim_jax
+
+    @jax.jit
+    def way(start: jax.Array, rate: jax.Array) -> jax.Array:
+        # Its kernels have no form for CPUs.
+        tx = flashoptim_jax.flash_adam(rate, fused=False)
+        first = start.astype(jnp.bfloat16)
+
+        def step(number: jax.Array, carry: Any) -> Any:
+            return tx.step(*carry, gradient(number))
+
+        params, state = jax.lax.fori_loop(0, steps, step, (first, tx.init(first)))
+        return jnp.mean(flashoptim_jax.reconstruct_weights(params, state.ecc) - start)
+
+    return way
+
+
 def way_of_heavyball(steps: int) -> Callable[..., float]:
     """Return the same of HeavyBall, whose remainder is rounded at random."""
     import heavyball
     import torch
 
     heavyball.utils.compile_mode = None
-    grads = np.asarray(jax.lax.map(gradient, jnp.arange(steps)), np.float32)
-    grads = torch.from_numpy(grads).to(torch.bfloat16)
+    grads = torch.from_numpy(gradients(steps)).to(torch.bfloat16)
 
     def way(start: jax.Array, rate: float) -> float:
         first = torch.from_numpy(np.array(start))
@@ -105,32 +124,49 @@ def way_of_heavyball(steps: int) -> Callable[..., float]:
     return way
 
 
+def gradients(steps: int) -> np.ndarray:
+    """Return the gradients of all steps."""
+    return np.asarray(jax.lax.map(gradient, jnp.arange(steps)), np.float32)
+
+
+def exact_way(steps: int, b1: float = 0.9, b2: float = 0.999) -> float:
+    """Return the mean way of Adam in float64 at a rate of 1, which others scale."""
+    mean = square = way = np.zeros(SHAPE)
+    for number, grad in enumerate(gradients(steps).astype(np.float64), start=1):
+        mean = b1 * mean + (1 - b1) * grad
+        square = b2 * square + (1 - b2) * grad**2
+        root = np.sqrt(square / (1 - b2**number)) + 1e-8
+        way = way - mean / (1 - b1**number) / root
+    return float(way.mean())
+
+
+PEERS = {"heavyball": way_of_heavyball, "flashoptim-jax": way_of_flashoptim}
+
+
 def ways(steps: int) -> Iterable[tuple[str, Callable[..., Any]]]:
     """Return how to compute the way of each form, float32 first."""
     yield "float32", way_of(lambda inner: inner, "float32", steps)
     for name, wrap in FORMS.items():
         yield name, way_of(wrap, "bfloat16", steps)
-    try:
-        yield f"HeavyBall {metadata.version('heavyball')}", way_of_heavyball(steps)
-    except ImportError as error:
-        print(f"Left out: HeavyBall: {error}")
+    for name, make in PEERS.items():
+        try:
+            yield f"{name} {metadata.version(name)}", make(steps)
+        except ImportError as error:
+            print(f"Left out: {name}: {error}")
 
 
 def measure(steps: int) -> record.Tables:
     """Return a table for each distribution of first weights."""
     tables: record.Tables = {f"from {name}": [] for name in STARTS}
-    exact: dict[tuple[str, float], float] = {}
+    exact = exact_way(steps)
     for form, way in ways(steps):
         for name, deviation in STARTS.items():
             start, row = first_weights(deviation), {"form": form}
             for rate in RATES:
-                found = float(way(start, rate))
-                exact.setdefault((name, rate), found)
-                share = found / exact[name, rate]
+                share = float(way(start, rate)) / (rate * exact)
                 row[f"{rate:g}"] = f"{share + 0.0:.2f}"  # no -0.00
-            if form != "float32":
-                tables[f"from {name}"].append(row)
-                print(name, row, flush=True)
+            tables[f"from {name}"].append(row)
+            print(name, row, flush=True)
     return tables
 
 

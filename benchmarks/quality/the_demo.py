@@ -18,6 +18,7 @@ from model import (
     attention,
     init_params,
     make_loss,
+    predict,
     read_corpus,
     rms_norm,
 )

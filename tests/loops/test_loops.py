@@ -39,7 +39,7 @@ PROMOTED = {
     ),
     "Split": (
         optax_mp.mixed_precision(ADAMW, storage=SPLIT),
-        ".w in a .*got float32.*use `optax.apply_updates`.*`optax_mp.FullCopy",
+        ".w in a .*got float32.*`equinox.apply_updates` promoted it, use `optax.apply_",
     ),
     "stochastic": (
         optax_mp.stochastic_rounding(ADAMW),

@@ -16,30 +16,32 @@ from recent_flax import recent_nnx
 import optax_mp
 
 nnx = recent_nnx()
-train_state = pytest.importorskip("flax.training.train_state")
+pytest.importorskip("flax.training.train_state")
 pytest.importorskip("orbax.checkpoint")
 X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
 
 
-@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")  # eager
-def test_a_train_state_takes_steps_and_averages_masters():
-    state_class, tx = names_of("recipes.md", "State")["State"], FORMS["FullCopy"]
-    params = {"w": jnp.linspace(-1, 1, 128 * 128).reshape(128, 128)}
-    params = optax_mp.cast_floating(params, jnp.bfloat16)
-    start = optax_mp.cast_floating(params, jnp.float32)
-    fast = state_class.create(apply_fn=None, params=params, tx=tx, ema=start)
-    slow = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
-    mean = np.asarray(start["w"])
-    step = jax.jit(lambda s: s.apply_gradients(grads=jax.tree.map(jnp.sin, s.params)))
-    for i in range(3):
-        fast, slow = step(fast), step(slow)
-        masters = optax_mp.master_params(slow.opt_state, slow.params)
-        mean = 0.99 * mean + 0.01 * np.asarray(masters["w"])
-        assert int(fast.step) == i + 1
-    assert as_bits((fast.params, fast.opt_state)) == as_bits(
-        (slow.params, slow.opt_state)
+def test_a_train_state_hands_the_loss_to_the_loss_scale():
+    state_class = names_of("loss_scaling.md", "State")["State"]
+    tx = optax_mp.dynamic_loss_scale(FORMS["FullCopy"])
+    params = {"w": jnp.full((128, 1), 0.01, jnp.float16)}
+    state = state_class.create(apply_fn=None, params=params, tx=tx)
+    loss_and_grads = optax_mp.value_and_grad(
+        lambda p, x: jnp.mean((x @ p["w"]).astype(jnp.float32) ** 2)
     )
-    np.testing.assert_allclose(fast.ema["w"], mean, rtol=1e-6)
+
+    @jax.jit
+    def step(state, x):
+        loss, grads = loss_and_grads(state.opt_state, state.params, x)
+        return state.apply_gradients(grads=grads, value=loss)
+
+    x = X.astype(jnp.float16)
+    skipped = step(state, x.at[0, 0].set(jnp.nan))
+    assert skipped.opt_state.scale == state.opt_state.scale  # the loss is to blame
+    assert as_bits(skipped.params) == as_bits(params)
+    taken = step(skipped, x)
+    assert int(taken.step) == 2 and int(taken.opt_state.total_skipped_count) == 1
+    assert as_bits(taken.params) != as_bits(params)
 
 
 def learning_rate_as_tunix_reads_it(opt_state):
