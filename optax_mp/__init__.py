@@ -1,14 +1,14 @@
 """Mixed-precision training for any optax optimizer.
 
-The package has three storeys:
+The package has three levels:
 
-1. `core/`: what a wrapper of an optimizer is made of: trees, dtypes, a policy, and the
+1. `core/`: the parts of every wrapper of an optimizer: trees, dtypes, a policy, and the
    protocol between wrappers.
 2. `core/masters` and `core/scaling`: masters and loss scales. The core is all that a
    step with these needs, and it imports nothing else of the package.
-3. Rooms on the core, each beside the others: `autocast`, `averages`, `checkpoints`,
-   `compact`, `devices`, `release`, `reports`; and `jaxprs`, with which some of them
-   read and change programs.
+3. The other folders, which build on the core and not on each other: `autocast`,
+   `averages`, `checkpoints`, `compact`, `devices`, `release` and `reports`; and
+   `jaxprs`, tools with which some of them read and change programs.
 
 All public names are listed here, in this order. The classes of reports and
 states, for annotations and `isinstance`, are only in the folders: `optax_mp.reports`,

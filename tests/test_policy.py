@@ -139,7 +139,7 @@ HEADS = {
 LEFT = {
     "norms": (NET, "norm/*", r"'blocks/0/norm/bias', .* 'blocks/1/norm/bias' and 1 more"),
     "one of them": (NET, "norm/scale", "'blocks/0/norm/scale', 'blocks/1/norm/scale';"),
-    "a prefix": (NET, "norm*", "and 1 more; match all of them with '[*]norm[*]'"),
+    "a prefix": (NET, "norm*", "and 1 more; match all with '[*]norm[*]'"),
     "letters": ({"Norm": norm(), "a": {"norm": norm()}}, "norm/*", "'a/norm/bias'"),
     "a stack": (STACKED, "norm/*", "'blocks/norm/bias', 'blocks/norm/scale';"),
     "an exact path": ({"norm": jnp.ones(2), "a": [{"norm": jnp.ones(2)}]},) + (

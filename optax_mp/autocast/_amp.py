@@ -35,8 +35,8 @@ def amp(
     Params stay float32. Every use of a weight casts it again, so that the gradients of
     its uses are summed in float32. Casts in the function itself are honoured, and so is
     `precision=HIGHEST`. Operations that amp does not know run as written, with a
-    warning if they have products inside. A function with nothing to change runs as it
-    is.
+    warning if they have products inside. A function with nothing to change runs
+    unchanged.
 
     Args:
         fun: any function that JAX can trace. Arrays among its arguments are traced;
@@ -59,14 +59,15 @@ def amp(
               parameters (scatters, reductions by a function, kernels) always do this;
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
-            (new_invars, new_bind_params)`. It gets the dtypes as written, the inputs,
-            each in its own dtype or in the compute dtype, and the parameters of the
-            primitive; it returns the inputs in the floating dtypes that it wants, and
-            the parameters. The result goes on in the compute dtype if it has 16 bits or
-            less, else as written. The function is traced, more than once. It is for
-            operations on float32 (one whose inputs are all integers or 16 bits runs as
-            written), and in a scope for those that `default_amp_rules` lists. In the
-            derivative rule of a `jax.custom_jvp` it must be linear, because JAX
+            (new_invars, new_bind_params)`. It gets the original dtypes of the inputs;
+            the inputs, each in its original dtype or in the compute dtype; and the
+            parameters of the primitive. It returns the inputs, in the floating dtypes
+            that it wants, and the parameters. A result of 16 bits or less continues in
+            the compute dtype, any other in the dtype as written. The function is
+            traced, more than once. It is called for operations on float32; an operation
+            whose inputs are all integers or 16-bit floats runs as written. As the rule
+            of a scope it is called only for operations that `default_amp_rules` lists.
+            In the derivative rule of a `jax.custom_jvp` it must be linear, because JAX
             transposes it.
 
             The rule of a scope wins over the rule of an operation, and the outermost
@@ -77,7 +78,7 @@ def amp(
 
     Raises:
         TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys;
-            when called, if a function among the rules returns anything else.
+            when called, if a function in `rules` returns anything else.
         ValueError: if `compute_dtype` is not a 16-bit float, or if a rule is unknown.
 
     Example:
@@ -124,8 +125,8 @@ def amp_stop(fun: Any = None) -> Any:
     backward pass. Without `amp` it has no effect.
 
     Args:
-        fun: the function that runs as written. Without one, `with amp_stop():` is for
-            a block of code.
+        fun: the function that runs as written. Without it, write `with amp_stop():`
+            around a block of code.
 
     Returns:
         The function, or a context manager.

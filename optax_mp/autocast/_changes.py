@@ -22,7 +22,7 @@ def check_function(fun: Any, caller: str) -> None:
     if not callable(fun):
         raise TypeError(
             f"{caller}: expected `fun` to be a function, got {fun!r}; pass it itself, "
-            "not its result, and decorate with settings by `functools.partial`."
+            "not its result, and decorate by `functools.partial`."
         )
 
 
@@ -30,8 +30,8 @@ class PureCall(NamedTuple):
     """A call that returns what it changes in the modules among its arguments.
 
     Attributes:
-        fun: the function. It returns what it returned as written, and the changes.
-        args: its arguments, which are positional.
+        fun: the function; it returns the pair (result, changes).
+        args: its positional arguments.
         write_back: takes the changes, and writes them to the caller's modules.
     """
 
@@ -68,9 +68,9 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> P
         if after.keys() == before.keys() and nnx.graphdef(copies) != graphdef:
             names = ", ".join(sorted({type(x).__name__ for x in copies.values()}))
             warn(
-                f"{caller}: expected the function to change the values of NNX "
-                f"Variables only, got another change of its argument of class {names}, "
-                "which is lost, as in jax.jit; return it, or change it outside."
+                f"{caller}: expected the function to change only values of NNX "
+                f"Variables, got another change of its argument of class {names}, "
+                "which is lost; return it, or change it outside."
             )
         # By identity, because `==` would compare traced values.
         flat = nnx.to_flat_state(nnx.state(copies))

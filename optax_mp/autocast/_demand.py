@@ -1,10 +1,10 @@
-"""The wishes of a value's readers: if all compute in float32, it stays float32.
+"""What a value's readers want: if all compute in float32, the value stays float32.
 
 In a softmax, an `exp` reads a difference and runs in float32. Rounding the difference
 to 16 bits would save nothing. Wants are found backwards, from the outputs of a jaxpr to
-its inputs, before any precision is chosen. They end where the jaxpr ends: a loop, a
-branch or a `jit` counts as a reader in 16 bits, and nothing is known of the readers of
-what a jaxpr returns.
+its inputs, before any precision is chosen. They do not leave the jaxpr: a loop, a
+branch or a `jit` counts as a reader in 16 bits, and the readers of a jaxpr's outputs
+are unknown.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Want = bool | None
 
 
 def is_better_full(equation: _jaxpr.Equation, wants: Sequence[Want]) -> bool:
-    """Return whether its readers make float32 the better choice for an operation."""
+    """Return whether an operation should run in float32, because of its readers."""
     name = equation.primitive.name
     if name == "add_any":
         # It sums the gradients of two uses, perhaps of a weight: in float32, unless
@@ -31,7 +31,7 @@ def is_better_full(equation: _jaxpr.Equation, wants: Sequence[Want]) -> bool:
 
 
 def wants_of(jaxpr: Jaxpr, rules: Rules, scope_rule: Rule | None) -> dict[Any, Want]:
-    """Return the want of each variable of a jaxpr whose readers care.
+    """Return what readers want of each variable; those without a want are left out.
 
     Args:
         jaxpr: the jaxpr.

@@ -3,9 +3,9 @@
 A rule is written for float32 and is not in the jaxpr. JAX differentiates the equation
 as written; the derivative is traced and runs under amp as the rule of a new function.
 
-A rule may ask which inputs are differentiated, and refuse some. The new function also
-asks JAX (`symbolic_zeros=True`). It differentiates the equation only with respect to
-these inputs, and only for the outputs that have cotangents.
+A rule may ask which inputs are differentiated, and refuse some. So the new function
+asks JAX as well (`symbolic_zeros=True`), and differentiates the equation only with
+respect to these inputs, and only for the outputs that have cotangents.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ def custom_vjp(
 
 
 def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
-    """Return the indices of (co)tangents that are neither zero nor of integers."""
+    """Return the indices of (co)tangents that are nonzero and not of integers."""
     return [
         i
         for i, (x, atom) in enumerate(zip(tangents, atoms, strict=True))

@@ -2,8 +2,8 @@
 
 Only values that are float32 or float64 as written take part in amp; the precision of
 all others is None. A value that takes part is `LOW`, in the compute dtype; `FULL`, as
-written; `Argument`, also full, which may be a bias; or `Weak`, a literal or the
-repetition of one, which follows the values that it is combined with.
+written; `Argument`, also full, which may be a bias; or `Weak`, a literal or a broadcast
+of one, which takes the precision of the values that it is combined with.
 """
 
 import math

@@ -4,7 +4,7 @@ Equations are planned in order. The plan of one depends on the precisions of its
 its rule, and the wants of the readers of its outputs (`_demand`). A jaxpr inside an
 equation, of a loop, branch or `jit`, is a region, and its `Wiring` says which values go
 in and out. A loop's carry has one precision in all iterations, so the body is planned
-again until nothing changes: a fix-point.
+again until nothing changes: a fixed point.
 """
 
 from collections import defaultdict
@@ -118,9 +118,8 @@ def warnings_of_unknown(sites: Iterable[Site]) -> tuple[str, ...]:
 def _warning_of_unknown(site: Site) -> str:
     where = f"{name_of(site.equation)} {site.line}".rstrip()
     return (
-        "expected operations whose products it can run in 16 bits, got "
-        f"{where}, which it does not know: its products stay float32; use another "
-        "operation, or put it into `amp_stop()` if that is meant."
+        f"expected operations whose products it can run in 16 bits, got {where}, whose "
+        "products stay float32; use another operation, or put it into `amp_stop()`."
     )
 
 
@@ -354,9 +353,10 @@ class Planner:
 
 
 def _without_round_trips(jaxpr: Jaxpr, actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Leave out casts from the compute dtype that the only reader of a value undoes.
+    """Remove casts from the compute dtype whose only reader casts back.
 
-    A loop would keep what they return for its backward pass: a copy of all weights.
+    A loop would save the results of such casts for its backward pass: a copy of all
+    weights.
     """
     reads: Any = defaultdict(
         list, {id(atom): [_lattice.FULL] for atom in jaxpr.outvars}

@@ -1,7 +1,7 @@
 """amp_report: the precision of each operation and why, and the error of the outputs.
 
-Equal operations of one source line are one row. A loop or a branch is no row, but the
-operations inside are. For the error, the function runs as written and as planned.
+Equal operations of one source line are one row. A loop or a branch has no row, but the
+operations inside have. For the error, the function runs as written and as planned.
 """
 
 import math
@@ -107,24 +107,25 @@ def amp_report(
     backward pass, report on `jax.grad(fun)`.
 
     The function runs both ways, in one program of `jax.jit`. A function with side
-    effects, such as a callback, does not run, and its error is not measured. Products
-    inside an equation that runs as written, such as a linear solver, are listed as
-    well. `precision_report(amp(fun), *args)` says which share of the products' FLOPs
-    runs low.
+    effects, such as a callback, is not run, and its error is not measured. Products
+    inside an equation that runs as written, such as a linear solver, are also listed.
+    `precision_report(amp(fun), *args)` says which share of the products' FLOPs runs
+    low.
 
     Args:
         fun: the function as written, not `amp(fun)`.
         *args: its arguments.
-        compute_dtype: as in `amp`.
-        rules: as in `amp`.
+        compute_dtype: the dtype of matrix products, bfloat16 or float16.
+        rules: how each operation runs: a mapping from primitives and names of scopes to
+            words or functions, as `amp` takes it.
         **kwargs: its keyword arguments.
 
     Returns:
         The report.
 
     Raises:
-        TypeError: as `amp`.
-        ValueError: as `amp`, when called.
+        TypeError: if `fun` is not callable, or `rules` is not a mapping.
+        ValueError: if `compute_dtype` is not a 16-bit float, or if a rule is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -169,9 +170,9 @@ def _decided(jaxpr: _jaxpr.AnyJaxpr, plan: _plan.Plan) -> Iterator[_plan.Site]:
 
 
 def _products_within(site: _plan.Site) -> Iterator[_plan.Site]:
-    """Yield the products inside an equation that is bound whole: as written.
+    """Yield the products inside an equation that runs as written as a whole.
 
-    Such are products of a linear solver, of a kernel, and of a loop in `amp_stop`.
+    For example, those of a linear solver, a kernel, or a loop in `amp_stop`.
     """
     action = _plan.Action("bind", (), (), "as_written", site.action.why)
     for jaxpr in inner_jaxprs(site.equation):

@@ -29,8 +29,8 @@ from optax_mp.jaxprs._source import scopes
 Rule = str | Callable[..., Any]
 WORDS = ("low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written")
 _NO_8_BITS = (
-    "amp has no products in 8 bits, which move more bytes than in bfloat16: use "
-    "bfloat16, or for 8 bits qwix, Transformer Engine or flax.linen.Fp8DotGeneralOp."
+    "amp has no products in 8 bits: use bfloat16, or qwix, Transformer Engine or "
+    "flax.linen.Fp8DotGeneralOp."
 )
 _WIDE = (np.float32, np.float64)
 # Keys that do not name a primitive.
@@ -49,8 +49,8 @@ default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     # No rule is listed for scatters, which may sum many small gradients in one place;
     # products of sparse matrices, which are scatters inside; reductions by a function;
     # random bits, fft, linear algebra, kernels and callbacks, which have no 16-bit form
-    # that is safe. Those that are, and have products inside, raise no warning.
-    # `linear_solve` is lineax's.
+    # that is safe. Those named here have products inside; as they are listed, they
+    # raise no warning. `linear_solve` is lineax's.
     | dict.fromkeys(
         ("custom_linear_solve", "linear_solve", "pallas_call", "ffi_call"), "as_written"
     )
@@ -116,9 +116,9 @@ class Rules:
         if not missing:
             return ()
         return (
-            "expected each name in `rules` to be a primitive of JAX, or a scope that "
-            "the function enters in this call, outside of derivative rules, got "
-            f"{', '.join(map(repr, sorted(missing)))}; correct it, or remove its rule.",
+            "expected each name in `rules` to be a primitive of JAX, or a scope of the "
+            f"function, got {', '.join(map(repr, sorted(missing)))}; correct it, or "
+            "remove its rule.",
         )
 
     def _look_up(self, stack: str) -> list[tuple[str, Rule]]:
@@ -136,7 +136,7 @@ class Rules:
     ) -> tuple[Rule, str]:
         """Return the rule that an equation follows in a scope, and the reason.
 
-        Beside the words of `amp` there are `"regions"` and `"cast"`.
+        Rules are the words of `amp`, and `"regions"` and `"cast"`.
         """
         # With the rule `"as_written"`, an equation is bound whole, with its regions.
         if scope != "as_written":
@@ -166,7 +166,7 @@ class Rules:
     def _named(
         self, equation: Equation, scope: Rule | None, adds_bias: bool
     ) -> tuple[Rule, str]:
-        """Return the rule, and whether the scope or the primitive has it."""
+        """Return the rule, and whether it comes from the scope or the primitive."""
         name = equation.primitive.name
         own, why = self._by_name.get(name, self._by_name[DEFAULT]), "rule"
         # Reciprocals and biases are exceptions from the default "widest" only. A user's
@@ -224,13 +224,13 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
         advice = _NO_8_BITS if rule in ("f8", "not_f8") else "give it one of these."
         raise ValueError(
             f"amp: expected the rule of {name!r} to be one of {', '.join(WORDS)}, or a "
-            f"hashable function as the docstring of amp has it, got {rule!r}; {advice}"
+            f"hashable function, got {rule!r}; {advice}"
         )
     if is_operation and name in (*WITH_REGIONS, "convert_element_type"):
         raise ValueError(
-            "amp: expected no rule for casts, which amp honours, nor for loops and "
-            f"other calls, got one for {name!r} in `rules`; remove it, or give it to a "
-            "`jax.named_scope` around them."
+            "amp: expected no rule for casts, loops and other calls, got one for "
+            f"{name!r} in `rules`; remove it, or give it to a `jax.named_scope` around "
+            "them."
         )
 
 
@@ -238,8 +238,8 @@ def _name(key: Any) -> str:
     name = key.name if isinstance(key, _primitives.Primitive) else key
     if not isinstance(name, str):
         raise TypeError(
-            "amp: expected each key of `rules` to be a primitive, its name, or the "
-            f"name of a jax.named_scope, got {key!r}; remove it."
+            "amp: expected each key of `rules` to be a primitive, its name, or that "
+            f"of a `jax.named_scope`, got {key!r}; remove it."
         )
     return name
 
@@ -259,8 +259,8 @@ def call_function(
                 return invars, params
     raise TypeError(
         f"amp: expected the rule of {equation.primitive.name} to return a list of "
-        f"{', '.join(map(describe, given))} and a dictionary, got {returned!r}; return "
-        "(new_invars, new_bind_params), and change only floating dtypes of the inputs."
+        f"{', '.join(map(describe, given))} and a dictionary, got {returned!r}; change "
+        "only floating dtypes of the inputs."
     )
 
 

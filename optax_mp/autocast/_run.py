@@ -40,7 +40,7 @@ class Interpreter:
     def trace(
         self, call: PureCall
     ) -> tuple[_jaxpr.TracedCall, _plan.Plan, tuple[str, ...]]:
-        """Return a traced call, the plan for it, and what to warn of."""
+        """Return a traced call, the plan for it, and its warnings."""
         # Traced in each call, because values that it closes over may have changed.
         traced = _jaxpr.TracedCall.of(lambda args: call.fun(*args), call.args)
         jaxpr, _ = _jaxpr.open_jaxpr(traced.closed)
@@ -130,7 +130,7 @@ class Interpreter:
     def _run_with_rule(
         self, equation: _jaxpr.Equation, action: _plan.Action, inputs: Sequence[Any]
     ) -> list[Any]:
-        """Run a function that has a derivative rule, and later the rule."""
+        """Run a function that has a derivative rule; JAX runs the rule later."""
         # If the equation were bound again, it would keep its rule, which is written for
         # float32.
         (region,), (plan,) = _control_flow.wiring_of(equation).regions, action.regions
@@ -178,7 +178,7 @@ class Interpreter:
                 _lattice.full_precisions(jaxpr.invars), leaves, strict=True
             )
         )
-        # Neither arguments of the whole function nor readers of the outputs are
+        # Arguments of the whole function and readers of the outputs are not
         # known here.
         plan = self._planner.plan(jaxpr, precisions, scope_rule)
         for text in _plan.warnings_of_unknown(plan.sites(jaxpr)):

@@ -61,33 +61,34 @@ def with_average(
 
     Each step moves the average by `1 - decay` of its distance from the weights, as
     `optax.incremental_update` does. Evaluate with `average_params(opt_state, params)`.
-    The average is float32, of the masters where there are any. An average in bfloat16
-    does not move: at a decay of 0.999 a step of it is less than half a unit in the last
-    place.
+    The average is float32. For params that have a master, it is the average of the
+    master. An average in bfloat16 would not move: at a decay of 0.999 its step is less
+    than half a unit in the last place.
 
-    A step that a loss scale or `optax.apply_if_finite` skips does not count, and
-    `optax.MultiSteps` counts steps of the optimizer. Put `with_average` around all of
-    these. Only `zero1` and `offload` may be around it, and `optax.masked` or
-    `optax.partition` for a part of the params: integers and params that a mask hides
-    have no average. `offload` around it keeps the average in host memory as well. If
-    groups of a partition skip steps separately, a step counts only if all groups take
-    it. For separate counts, put `with_average` inside each group.
+    Put `with_average` around a loss scale, `optax.apply_if_finite` and
+    `optax.MultiSteps`: steps that these skip do not count, and with `optax.MultiSteps`
+    only the steps of the optimizer do. Only `zero1` and `offload` may be around
+    `with_average`, and `optax.masked` or `optax.partition` for a part of the params.
+    Integers, and params that a mask hides, have no average. `offload` around it also
+    keeps the average in host memory. If groups of a partition skip steps separately, a
+    step counts only if all groups take it. For separate counts, put `with_average`
+    inside each group.
 
     Args:
         inner: any optax optimizer or chain.
-        decay: the share of the average that one step keeps, such as 0.999. Or a
-            schedule, as optax's learning rates may be: a function of the number of
-            steps taken so far, int32 `[]`. A step at a decay of 0 makes the
-            average a copy of the weights. The first weights of a model that is trained
-            from scratch are best left out: `lambda k: jnp.where(k < 1000, 0, 0.999)`
-            starts to average after 1000 steps.
+        decay: the share of the average that one step keeps, such as 0.999; or a
+            schedule, as for optax's learning rates: a function of the number of steps
+            taken so far, int32 `[]`. A step at a decay of 0 makes the average a copy of
+            the weights. To leave out the first weights of a model that is trained from
+            scratch, pass `lambda k: jnp.where(k < 1000, 0, 0.999)`, which starts to
+            average after 1000 steps.
 
     Returns:
         The transformation.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation, or `decay` is neither a
-            number nor a function.
+        TypeError: if `inner` is not a gradient transformation, or `decay` is not a
+            number or a function.
         ValueError: if `decay` is not at least 0 and less than 1.
 
     Example:
@@ -160,9 +161,10 @@ def _share_at(decay: float | Schedule, count: jax.Array) -> Any:
 
 
 def _first_weights(inner_state: Any, params: Leaves) -> list[Any]:
-    """Return the weights that `init` was given, each beside its master.
+    """Return the weights given to `init`, each in the dtype and sharding of its master.
 
-    Not the masters: with `Split` a param is part of its master only once it is cast.
+    These are not the masters: with `Split`, a param is part of its master only after
+    the cast.
     """
     weights = list(params.values)
     for _, state in _states.find_states(inner_state, MixedPrecisionState):
@@ -180,7 +182,8 @@ def _first_weights(inner_state: Any, params: Leaves) -> list[Any]:
 def _after(params: optax.Params, changes: optax.Updates) -> optax.Params:
     """Return the params after a step.
 
-    JAX adds a float of 8 bits to nothing else, so it is added in float32.
+    JAX cannot add an 8-bit float to another dtype, so 8-bit params are added in
+    float32.
     """
 
     def widen(x: Any) -> Any:
@@ -233,8 +236,8 @@ def _was_taken(before: Any, after: Any, changes: Any) -> Choice:
     for at, old, new in _both(optax.ApplyIfFiniteState, before, after):
         # After some bad steps it gives up, and its state does not say after how many.
         gave_up = _numbers_differ(old.inner_state, new.inner_state)
-        # Zeros are the updates of a step that it skips. Beside others it made only some
-        # of them: then a step with NaN that it takes makes NaN.
+        # If it makes all updates, they are zeros in a step that it skips. If it makes
+        # only some of them, a NaN shows that it took a step which was not finite.
         gave_up |= ~_tree.all_finite(changes) if at else ~_all_zero(changes)
         taken &= new.last_finite | gave_up
     for _, old, new in _both(optax.MultiStepsState, before, after):
@@ -252,7 +255,7 @@ def _both(kind: type, before: Any, after: Any) -> Iterator[tuple[Any, Any, Any]]
 def _numbers_differ(before: Any, after: Any) -> jax.Array:
     """Return whether numbers of two states, such as counts, differ, as bool `[]`.
 
-    Not their arrays: to keep both costs as much memory as the state.
+    Arrays are not compared: keeping both would take as much memory as the state.
     """
     same = []
     for old, new in zip(*map(jax.tree.leaves, (before, after)), strict=True):
@@ -270,16 +273,16 @@ def _all_zero(updates: Any) -> jax.Array:
 def average_params(
     opt_state: optax.OptState, params: optax.Params, *, in_param_dtypes: bool = False
 ) -> optax.Params:
-    """Return the params with the average of `with_average` in their place.
+    """Return the average that `with_average` keeps, as a tree like the params.
 
-    Leaves without an average are returned as they are in `params`. Of several averages
-    of one param, the outermost counts; pass `opt_state.inner_state` for the next. An
-    average in host memory comes back in device memory.
+    Leaves without an average are those of `params`. If a param has several averages,
+    the outermost is returned; pass `opt_state.inner_state` for the next one. An average
+    in host memory is copied to device memory.
 
     Args:
-        opt_state: any optimizer state, with `with_average` at any depth of wrappers. Or
+        opt_state: any optimizer state, with `with_average` at any depth of wrappers; or
             an `nnx.Optimizer`.
-        params: the current params. Or the `nnx.Module` that the optimizer trains.
+        params: the current params, or the `nnx.Module` that the optimizer trains.
         in_param_dtypes: whether to cast the average to the dtypes of the params. By
             default it is float32.
 
@@ -288,7 +291,7 @@ def average_params(
         shares no array with `opt_state` or `params`.
 
     Raises:
-        TypeError: if `opt_state` is no optimizer state, or comes second.
+        TypeError: if `opt_state` is not an optimizer state, or is the second argument.
         ValueError: if the state holds no average, or the average of other params.
 
     Example:
@@ -307,9 +310,9 @@ def average_params(
     if not found:
         _states.check_classes(opt_state, caller)
         raise ValueError(
-            f"{caller}: expected `opt_state` of an optimizer with "
-            "optax_mp.with_average in it, got one without an AverageState; wrap the "
-            "optimizer, and convert its state with `optax_mp.convert_opt_state`."
+            f"{caller}: expected `opt_state` of `optax_mp.with_average`, got one "
+            "without an AverageState; wrap the optimizer, and convert its state with "
+            "`optax_mp.convert_opt_state`."
         )
     values = list(leaves.values)
     # The innermost first, so that the outermost counts.

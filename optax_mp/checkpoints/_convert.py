@@ -26,10 +26,9 @@ from optax_mp.core.wrappers._protocol import as_transformation
 
 _CALLER = "convert_opt_state"
 _CAST_FIRST = (
-    "it misses its master by the rounding of a 16-bit update, or was edited. To keep "
-    "the masters, continue with `params = jax.tree.map(lambda m, p: m.astype(p.dtype),"
-    " optax_mp.master_params(opt_state, params), params)`, and convert with these. To "
-    "keep an edit, convert `optax_mp.follow_params(opt_state, params)`."
+    "it misses its master by the rounding of an update, or was edited. As `params`, "
+    "pass `optax_mp.master_params(opt_state, params)`, cast; or, to keep an edit, pass "
+    "`optax_mp.follow_params(opt_state, params)` as `opt_state`."
 )
 _WRAPPERS = (
     _storage.MixedPrecisionState,
@@ -48,32 +47,32 @@ def convert_opt_state(
 ) -> optax.OptState:
     """Return a run's optimizer state in the form that another transformation keeps.
 
-    Both transformations must have the same optimizer inside. Around it either may have
+    Both transformations must have the same optimizer inside. Around it, each may have
     `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding`,
     `with_average`, `offload` and a loss scale, or none of them. Counts are copied;
-    masters and moments are stored in the new form, and in the memory of the new form.
-    Parts that only the new form has, such as a loss scale, start as in its `init`, and
-    an average starts at the weights. A loss scale with another start or hysteresis
-    starts again; new bounds hold from the next step on. Parts that only the old form
-    had are dropped. Of averages around each other the innermost goes on as the
-    innermost, whatever its decay is: one that is put around them starts at the weights,
-    and the outermost is dropped first.
+    masters and moments are stored as in the new form, and in the same memory, of the
+    device or the host. Parts that only the new form has, such as a loss scale, start as
+    in its `init`, and an average starts at the weights. A loss scale with another start
+    or hysteresis starts again; new bounds hold from the next step on. Parts that only
+    the old form had are dropped. Nested averages are matched from the inside, whatever
+    their decays: a new average around the others starts at the weights, and the
+    outermost is the first to be dropped.
 
     This function does not change the params. Three conversions need that:
 
-    - to `Split` after 16-bit updates: a few params then miss their master, and an error
-      says how to cast them first;
+    - to `Split` after 16-bit updates: a few params then differ from their rounded
+      master, and an error says how to cast them first;
     - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
       the masters keep every bit, convert, then cast the params;
     - to plain float32: continue with `master_params(opt_state, params)` as the params.
 
-    Stacked states, as `jax.vmap(tx.init)` makes them for `release_gradients`, are
-    converted by `jax.vmap` as well. Their params are not checked then, as nothing is
-    under a trace: to `Split`, cast the masters first.
+    Convert stacked states, which `jax.vmap(tx.init)` makes for `release_gradients`,
+    under `jax.vmap` as well. Under a trace params are not checked: before you convert
+    to `Split`, cast the masters.
 
     Args:
-        opt_state: the state of the run, made by `from_tx`. Or its `nnx.Optimizer`.
-        params: the params that belong to `opt_state`. Or their `nnx.Module`.
+        opt_state: the state of the run, made by `from_tx`; or its `nnx.Optimizer`.
+        params: the params that belong to `opt_state`, or their `nnx.Module`.
         from_tx: the transformation that the run has used so far.
         to_tx: the transformation to continue with.
 
@@ -171,8 +170,9 @@ def _wrappers_in(
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the states of our wrappers, outermost first, each with its position.
 
-    That is its path in the state of the bare optimizer: wrappers around each other have
-    the same one, and so have those of two forms that are around the same.
+    The position is the path in the state of the bare optimizer. Wrappers directly
+    around each other have the same position, and so have the wrappers of two forms
+    around the same part.
     """
     nodes = tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, _WRAPPERS))
     for path, node in nodes:
@@ -224,11 +224,11 @@ class _Old:
 def _match(
     old: Sequence[_Old], new: Sequence[tuple[tuple[Any, ...], Any]], kind: type
 ) -> list[_Old | None]:
-    """Return for each new wrapper of a kind the old one that goes on in it, or None.
+    """Return for each new wrapper of a kind the old one that it continues, or None.
 
-    That is the one at its position; of several around each other the innermost for the
-    innermost. If no new one is at an old one's position, it goes on in those within it,
-    or around it.
+    It is the old one at the same position. Wrappers around each other are matched from
+    the inside. If no new one has the position of an old one, those inside or around
+    that position continue it.
     """
     old = [x for x in old if isinstance(x.state, kind)]
     positions = [at for at, x in new if isinstance(x, kind)]
@@ -344,9 +344,9 @@ class _Wrappers:
     def _with_own_fields(
         self, state: _storage.MixedPrecisionState
     ) -> _storage.MixedPrecisionState:
-        """Return a state whose `last_exact` holds for all of its params.
+        """Return a state with a `last_exact` that holds for all of its params.
 
-        And which goes on with the run's random numbers.
+        It also continues the run's random numbers.
         """
         stored = self._leaves.match(state.master_params, "the masters")
         present = [i for i, _ in _present(stored)]
@@ -427,7 +427,7 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
         want, got = (f"masters in {x}" if x else "no masters" for x in names)
         raise ValueError(
             f"{_CALLER}: expected `opt_state` with {want}, as `from_tx` makes it, got "
-            f"{got}; pass as `from_tx` the transformation that made `opt_state`."
+            f"{got}; pass the transformation that made it as `from_tx`."
         )
     # Dtypes of floats may differ: some optimizers change them at their first step.
     made = Leaves.of(expected, caller=_CALLER, name="a state of `from_tx`")
@@ -443,8 +443,7 @@ def _refuse_stacked(state: Any, expected: Any) -> None:
         if path in wanted and len(jnp.shape(x)) > 0:
             raise ValueError(
                 f"{_CALLER}: expected `opt_state` as `from_tx.init` makes it, got "
-                f"{_arrays.describe(x)} at {_tree.spell(path)}, which is a number "
-                "there; convert a state of `jax.vmap(tx.init)` by `jax.vmap(lambda "
-                "state, params: convert_opt_state(state, params, from_tx, to_tx))"
-                "(opt_state, params)`."
+                f"{_arrays.describe(x)} at {_tree.spell(path)}, a scalar there; "
+                "convert a state of `jax.vmap(tx.init)` by `jax.vmap` over state and "
+                "params."
             )

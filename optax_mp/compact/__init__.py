@@ -5,12 +5,12 @@
 Second moments are never negative, so their codes have no sign and twice the resolution.
 They must not round to zero, because optimizers divide by their root.
 
-`stochastic_rounding` keeps params in 16 bits without masters. Both round at random, up
-or down, right on average, because updates smaller than half a unit in the last place
-are lost if they are always rounded to nearest.
+`stochastic_rounding` keeps params in 16 bits without masters. Both round at random,
+without bias, because updates smaller than half a unit in the last place are lost if
+they are always rounded to nearest.
 
 - `_low_bit`: the transform.
-- `_quantized`: a low-bit array, the equation of its codes, and what is a line.
+- `_quantized`: a low-bit array, the equation of its codes, and its lines.
 - `_codes`: from an array to a `Quantized`, and back.
 - `_code_choice`: which arrays get which codes, by a trace of the update.
 - `_flows`: how arrays of a state reach its next one, for that choice.

@@ -2,9 +2,9 @@
 
 `low_bit_state` decides this at `init`, by a trace of the optimizer's update. Codes
 change every value a little at every step. In a moment the change fades, or makes one
-step a little longer or shorter. In other arrays it does harm: a history of L-BFGS is
-copied, and so rounded again, at each step; an error in a sum that the params are
-computed from, as those of MADGRAD and COCOB, moves the params, however small the
+step a little longer or shorter. In other arrays it does harm. A history of L-BFGS is
+copied at each step, and would be rounded each time. If params are computed from a sum,
+as in MADGRAD and COCOB, an error of the sum moves the params, however small the
 learning rate is. So an array is quantized if the trace shows that it
 
 - is under a root by itself, as second moments and the sums of Adagrad are: then it is
@@ -12,9 +12,9 @@ learning rate is. So an array is quantized if the trace shows that it
 - decays: its old value is multiplied by a constant below 1, as in a moving average, or
   by a number of the state that starts below 1, as `optax.inject_hyperparams` keeps it.
 
-A difference of two arrays under a root, as a centered second moment, would become
-negative by their errors: both stay in float32, as all others do. That costs memory,
-which `memory_report` shows; a wrong guess would cost accuracy, silently.
+Errors could make a difference of two arrays negative. If it is under a root, as a
+centered second moment is, both arrays stay in float32, as do all others. That costs
+memory, which `memory_report` shows; a wrong guess would cost accuracy, silently.
 """
 
 from collections.abc import Sequence
@@ -54,15 +54,15 @@ def choose_codes(
     update = trace_update(inner, params, state, below_one)
     if isinstance(update, Exception):
         warn(
-            "low_bit_state: nothing is stored in codes, because tracing "
-            f"`inner.update(grads, state, params)` raised {type(update).__name__}: "
-            f"{update}. Give its other arguments defaults."
+            "low_bit_state: nothing is stored in codes, because `inner.update(grads, "
+            f"state, params)` raised {type(update).__name__}: {update}. Give its other "
+            "arguments defaults."
         )
         return chosen
     of_updates, of_state = update
     whole = _flows.union_of([*of_updates, *of_state.values()])
     starts = {n for n, starts in zip(of_state, as_params, strict=True) if starts}
-    # Where the params are computed from a start, sums are positions.
+    # If the params are computed from their start, as in MADGRAD, sums are positions.
     anchored = [flow.reached_by for flow in of_updates if flow.reached_by & starts]
     positions = frozenset().union(*anchored)
     pairs = (pair for pair in whole.differences if pair[1] in of_state)
@@ -71,8 +71,8 @@ def choose_codes(
         decays, is_rooted = n in flow.decayed, n in whole.rooted
         is_moment = decays or is_rooted and n not in positions
         if is_large and is_moment and n not in stay:
-            # A product as Muon's, a factorization or a solver spreads the error of an
-            # entry over whole rows and columns.
+            # A product such as Muon's, a factorization or a solver spreads the error of
+            # an entry over whole rows and columns.
             is_wide = n in whole.multiplied | whole.factored
             width = 16 if is_wide else bits
             dtype = f"uint{width}" if is_rooted else f"int{width}"

@@ -1,9 +1,9 @@
 """From an array to a `Quantized`, and back.
 
 XLA computes the moments twice: for the largest of each line, and for the codes. That
-moves less memory than to keep them. For this, everything here is elementwise but the
-largest of a line, in as few operations as there can be. Only with `lax`, because it is
-traced for each shape of a leaf, and `jax.numpy` takes five times as long.
+moves less memory than storing them would. To let XLA do this, everything here except
+the largest of a line is elementwise, in as few operations as possible. It uses `lax`,
+because it is traced for each shape of a leaf, and `jax.numpy` takes five times as long.
 """
 
 from functools import partial
@@ -48,7 +48,7 @@ def zeros_in(code: _quantized.Code, x: Any) -> _quantized.Quantized:
 def decode(quantized: Any) -> Any:
     """Return the values of a quantized array, in float32, in the box of its codes.
 
-    Other nodes of a state are returned as they are.
+    Other nodes of a state are returned unchanged.
     """
     if not _quantized.is_quantized(quantized):
         return quantized
@@ -66,17 +66,16 @@ def encode(
     Args:
         x: the values, in a box or not.
         like: the same array before the step.
-        key: for rounding at random to one of the two neighbouring codes, right on
-            average; None rounds to the nearest.
+        key: for rounding at random, without bias, to one of the two neighbouring codes;
+            None rounds to the nearest.
     """
     (codes, scales), treedef = jax.tree.flatten(like)
     values = lax.convert_element_type(unbox(x), jnp.float32)
     if has_untold_ranks(values):
         warn(
-            "low_bit_state: within `jax.shard_map(check_vma=False)`, ranks may have "
-            "different scales for a line of the state that they share, silently. If "
-            "each rank has whole lines, as where params are replicated or cut along "
-            "other axes, all is well; else leave `check_vma` on."
+            "low_bit_state: within `jax.shard_map(check_vma=False)`, ranks may scale "
+            "a shared line of the state differently; leave `check_vma` on, unless "
+            "each rank has whole lines."
         )
     made = _encode(like.code, values, varying_axes(scales), key)
     pairs = zip(made, (codes, scales), strict=True)
@@ -102,7 +101,7 @@ def _encode(
         values: float32.
         axes_of_scales: the axes of `shard_map` that scales differ over. Ranks that
             share a line have one scale for it.
-        key: as of `encode`.
+        key: for rounding at random; None rounds to the nearest code.
     """
     sizes = lax.abs(values)
     largest = _largest(sizes, code)
@@ -201,7 +200,7 @@ def _spread(scales: jax.Array, code: _quantized.Code, like: jax.Array) -> jax.Ar
 
 
 def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Return `x`, not sharded along `axis` unless each part has whole groups.
+    """Return `x`, sharded along `axis` only if each shard has whole groups.
 
     If the type of an array has its sharding, JAX refuses to reshape it into groups of
     neighbours that lie on several devices.
@@ -215,9 +214,9 @@ def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def has_untold_ranks(x: Any) -> bool:
-    """Return whether `x` may differ among ranks of `shard_map` without its type.
+    """Return whether `x` may differ among ranks of `shard_map`, but its type is silent.
 
-    That is so with `check_vma=False`, where the types of all arrays are silent.
+    With `check_vma=False` the types of all arrays are.
     """
     mesh = _arrays.mesh_in_type(x)
     names = [name for name in mesh.manual_axes if mesh.shape[name] > 1]

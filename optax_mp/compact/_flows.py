@@ -29,7 +29,8 @@ class Flow(NamedTuple):
         factored: those that go through a factorization or a solver.
         terms: the value is a sum of multiples of these variables, entry by entry.
         rooted: those that are terms of a value whose root is taken.
-        subtracted: those that a term is made smaller by, and does not depend on itself.
+        subtracted: those that are subtracted from something which does not depend on
+            them.
         differences: pairs of a term of a value whose root is taken, and another
             variable that is subtracted from it.
         shrinks: whether the value itself is a constant smaller than 1.
@@ -137,7 +138,7 @@ def _is_integer(atom: Any) -> bool:
 
 
 def union_of(each: Iterable[Flow]) -> Flow:
-    """Return the flow of a value that may be any of these, or is made of all."""
+    """Return the flow of a value that is any of these, or is computed from all."""
     # All fields but `shrinks` are sets.
     fields = zip(*(flow[:-1] for flow in each), strict=True)
     unions: list[Any] = [_NONE.union(*sets) for sets in fields]

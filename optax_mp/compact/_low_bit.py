@@ -74,57 +74,57 @@ def low_bit_state(
 
     Moments, traces and accumulators are decoded before the inner update and encoded
     after it, so `inner` can be any optimizer and computes in float32. Each line of a
-    matrix has one scale, the largest value in it. A value is stored as a root of its
-    share of the scale: the fourth root in 8 bits, the eighth of second moments. Values
-    down to 4e-9 of the largest in their line are told apart; at the largest, two
-    neighbouring codes are 3% apart. In 16 bits it is the second and the fourth root,
-    and 6e-5.
+    matrix has one scale, the largest value in it. A code is a root of the value divided
+    by the scale. In 8 bits it is the fourth root, and the eighth for second moments:
+    values down to 4e-9 of the largest in their line are told apart, and near the
+    largest two neighbouring codes are 3% apart. In 16 bits it is the second root, and
+    the fourth for second moments, and neighbouring codes are 6e-5 apart.
 
-    A line goes along the last axis, or along the axis before it where the last one is
-    more than 8 times longer and that one has at least 128 values, as in a head over a
-    vocabulary. Leading axes are batches: of layers, experts, heads. If lines would have
-    fewer than 16 values, they go along the axis before, or along several. Arrays of one
-    axis, and fewer than 128 long rows, such as stacked norms, have one scale for 256
-    neighbours.
+    A line goes along the last axis. If the last axis is more than 8 times longer than
+    the axis before it, and that axis has at least 128 values, as in a head over a
+    vocabulary, the line goes along that axis. Leading axes are batches: of layers,
+    experts, heads. If lines would have fewer than 16 values, they go along the axis
+    before, or along several. Arrays of one axis have one scale for 256 neighbours, and
+    so have arrays of fewer than 128 long rows, such as stacked norms.
 
-    Rounding is at random, up or down, right on average. A moving average over a
-    thousand steps changes by a thousandth per step, less than the distance between two
-    codes, and would never move if it were rounded to nearest. The random numbers are a
-    hash of position, step and `seed`, so a run can be reproduced, under `jit` on any
-    number of devices. Under `shard_map` each rank counts positions in its own part;
-    call `init` outside of it. Ranks share the scales of lines that they share, but only
-    types say so: with `check_vma=False` each rank must have whole lines.
+    Rounding is at random, without bias. A moving average over a thousand steps changes
+    by a thousandth per step, less than the distance between two codes, and would never
+    move if it were rounded to nearest. The random numbers are a hash of position, step
+    and `seed`, so a run can be reproduced, under `jit` on any number of devices. Under
+    `shard_map` each rank counts positions in its own part; call `init` outside of it.
+    Ranks that share a line share its scale, if types say which ranks these are: with
+    `check_vma=False` each rank must have whole lines.
 
-    Codes have no derivative. In `jax.grad` through several updates, what a gradient
-    does to later steps by way of a moment is missing: of three steps of Adam, the
-    derivative of the loss with respect to the learning rate is within 1%, but that with
-    respect to the gradient of the first step is wrong. Differentiate that without
+    Codes have no derivative. `jax.grad` through several updates misses the effect of a
+    gradient on later steps through the moments. Through three steps of Adam, the
+    derivative of the loss with respect to the learning rate is right within 1%, but the
+    derivative with respect to the first gradient is wrong: compute it without
     `low_bit_state`.
 
-    An infinite or NaN value makes its line NaN, also where the optimizer itself would
-    go on: a loss scale around it skips steps with such gradients.
+    An infinite or NaN value makes its whole line NaN, even if the optimizer itself
+    could go on. A loss scale around it skips steps with such gradients.
 
     A trace of the update decides which arrays are quantized:
 
     - An array under a root by itself, such as a second moment, gets unsigned codes, and
       a value above 0 stays above 0.
     - An array that decays, such as a first moment, gets signed codes.
-    - One that reaches a matrix product or a factorization, as Muon's momentum and the
-      factors of Shampoo do, gets 16 bits.
-    - All others stay as they are: histories, positions, counts, weights; both arrays of
-      a difference under a root, as centered second moments have it; arrays of
-      fewer than `min_size` elements; arrays that are not float32, such as the moments
-      of 16-bit params outside of `mixed_precision`. So does everything if the update
-      cannot be traced, with a warning.
+    - An array that reaches a matrix product or a factorization, as Muon's momentum and
+      the factors of Shampoo do, gets 16 bits.
+    - All others stay unchanged: histories, positions, counts, weights; both arrays of a
+      difference under a root, as in a centered second moment; arrays of fewer than
+      `min_size` elements; arrays that are not float32, such as the moments of 16-bit
+      params outside of `mixed_precision`. If the update cannot be traced, all arrays
+      stay unchanged, with a warning.
 
     Args:
         inner: any optax optimizer or chain.
         bits: 8 or 16.
         min_size: the number of elements that an array needs to be quantized.
-        seed: for the random numbers. An integer, traced where each member of a `vmap`
-            needs its own. None rounds to nearest: then averages stop where they move
-            by less than half the distance between two codes, and the largest value of
-            a line never fades.
+        seed: an integer for the random numbers, traced if each member of a `vmap` needs
+            its own. None rounds to nearest: averages then stop where a step is less
+            than half the distance between two codes, and the largest value of a line
+            never decays.
 
     Returns:
         The transformation, for use with or without `mixed_precision` around it.
@@ -132,7 +132,7 @@ def low_bit_state(
     Raises:
         TypeError: if `inner` is not a gradient transformation, or `seed` or `min_size`
             is not an integer.
-        ValueError: if `bits` is neither 8 nor 16.
+        ValueError: if `bits` is not 8 or 16.
 
     Example:
         >>> import jax.numpy as jnp
@@ -208,9 +208,8 @@ def _warn_if_mostly_wide(
     path, leaf = leaves[max(wide, key=sizes.__getitem__)]
     warn(
         f"low_bit_state: {coded / total:.0%} of the {total:,} numbers of the state are "
-        f"stored in codes; the largest array that is not is {_tree.spell(path)} "
-        f"{_arrays.describe(leaf)}. Arrays of fewer than `min_size` ({min_size}) "
-        "elements, other dtypes than float32, histories and weights stay as they are."
+        f"stored in codes, and {_tree.spell(path)} {_arrays.describe(leaf)} is not; "
+        f"only float32 moments of `min_size` ({min_size}) elements or more can be."
     )
 
 

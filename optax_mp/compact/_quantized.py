@@ -30,7 +30,7 @@ class Code:
 
         scale * (c / largest code)^power, with the sign of c
 
-    where `scale` is that of its line: of the values along `axes`, or along a part of
+    where `scale` is the scale of its line: the values along `axes`, or along a part of
     the last axis. The power spends most codes on small values, whose relative precision
     matters as much as that of large ones, because optimizers divide moments by each
     other.
@@ -73,7 +73,7 @@ def choose_lines(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
     last, before = shape[-1], shape[-2] if len(shape) > 1 else 1
     if last > _MOST_UNEVEN * before:
         # Columns of a head over a vocabulary belong to tokens, which are seen more or
-        # less often. A few long rows are as an array of one axis.
+        # less often. A few long rows are treated as an array of one axis is.
         if before >= _FEWEST_FEATURES:
             return (-2,), None
         return (-1,), _GROUP if last > _GROUP else None
@@ -92,15 +92,15 @@ def choose_lines(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
 class Quantized(NamedTuple):
     """A quantized array, as `low_bit_state` stores it.
 
-    `Code` says what a code stands for. If each param is in a box, as Flax and haliax
-    put it there, codes and scales are in boxes of that kind.
+    `Code` says what a code stands for. If params are in boxes of Flax or haliax, codes
+    and scales are in boxes of that kind.
 
     Attributes:
-        codes: of the array's shape. int8 or int16; uint8 or uint16 if no value is
-            negative.
-        scales: bfloat16, the largest size in each line, rounded up. The array's shape
-            with 1 for the axes of a line; where neighbours share a scale, their number
-            for the last axis.
+        codes: int8 or int16, or uint8 or uint16 if no value is negative; of the array's
+            shape.
+        scales: bfloat16, the largest size in each line, rounded up. They have the
+            array's shape, with 1 for the axes of a line, or with the number of groups
+            for the last axis if groups of neighbours share a scale.
         code: the dtype of the codes and the axes of lines; a class attribute, not a
             leaf.
 

@@ -1,4 +1,4 @@
-"""Rounding at random to a dtype, and the seed of it."""
+"""Rounding at random to a dtype, and its seed."""
 
 from numbers import Integral
 from typing import Any

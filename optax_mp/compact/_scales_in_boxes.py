@@ -1,4 +1,4 @@
-"""Scales in boxes like that of their codes, although of another shape."""
+"""Boxes for scales, like the boxes of their codes, although the shapes differ."""
 
 import dataclasses
 import math
@@ -14,15 +14,15 @@ _Divides = Callable[[Any, int], bool]
 
 
 def box_scales(box: Any, scales: jax.Array) -> Any:
-    """Return scales in a box like `box`; as they are if it takes no other shape.
+    """Return scales in a box like `box`; without one if it does not take their shape.
 
-    The box's names of axes, such as mesh axes, are kept for axes that are as long as
-    before, and for a shorter axis if it divides over the devices of its name. (A name
-    means a part of the mesh; uneven parts are an error.)
+    A box may name its axes, for example by mesh axes. A name is kept for an axis of
+    unchanged length, and for a shorter axis if its length divides among the devices of
+    its name. (Uneven shards are an error.)
 
     Args:
         box: a box around an array, or an array.
-        scales: an array with as many axes.
+        scales: an array with as many axes as the codes.
     """
     old = _boxes.unbox(box)
     if not _boxes.is_box(box) or scales.shape == old.shape:
@@ -30,7 +30,7 @@ def box_scales(box: Any, scales: jax.Array) -> Any:
     divides = _divides_names(box)
 
     def fit(entries: Any) -> Any:
-        """Return what is said about the axes of scales, if `entries` is about axes."""
+        """Return entries for the axes of scales, if `entries` are about axes."""
         if not _is_about_axes(entries, old.ndim):
             return entries
         lengths = zip(entries, old.shape, scales.shape, strict=True)
@@ -61,7 +61,7 @@ def _resized(box: Any, old: Any, scales: Any, fit: Callable[[Any], Any]) -> Any:
         changes = {name: x for name, x in after.items() if x is not before[name]}
         if len(changes) > 1:
             return dataclasses.replace(box, **changes)
-    # Not by the class itself: what `equinox.nn.Embedding` is made of are no fields.
+    # Not by the class itself: the attributes of `equinox.nn.Embedding` are not fields.
     return _boxes.in_box_like(box, scales)
 
 
@@ -85,8 +85,8 @@ def _is_name(entry: Any) -> bool:
 def _divides_names(box: Any) -> _Divides:
     """Return a test of whether an axis of a box divides over the devices of its name.
 
-    If no mesh is known, or a name is no mesh axis but one that rules translate, it has
-    to divide over all devices.
+    If no mesh is known, or a name is not a mesh axis but one that rules translate, the
+    axis must divide over all devices.
     """
     mesh = getattr(box, "mesh", None) or jax.sharding.get_abstract_mesh()
     sizes = dict(mesh.shape)

@@ -53,25 +53,25 @@ def stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
     """Train 16-bit params without masters, rounding them stochastically.
 
-    The inner optimizer sees params, gradients and state in float32. The param that it
-    asks for is rounded to one of the two neighbours in the param's dtype. The nearer
-    one is more likely, so that the expectation is the float32 param: an update of a
-    hundredth of a unit in the last place moves the param by a whole unit in one of a
-    hundred steps. Masters are more exact, since params rounded this way walk randomly
-    about their trajectory, but cost 1 to 4 more bytes per weight.
+    The inner optimizer sees params, gradients and state in float32. The new param is
+    rounded to one of its two neighbours in the param's dtype. The nearer one is more
+    likely, so that the expectation is the float32 param: an update of a hundredth of a
+    unit in the last place moves the param by a whole unit in one of a hundred steps.
+    Masters are more exact, because params that are rounded at random walk about their
+    trajectory. They cost 1 to 4 more bytes per weight.
 
     The random numbers are a hash of position, step and `seed`: a run can be reproduced,
     also from a checkpoint and, under `jit`, on any number of devices. Leaves of 32 or
     more bits are updated as `inner` does, and leaves that are not floating are hidden
-    from it. Updates of 16-bit leaves are float32 whatever the gradients are, because
-    fewer bits would round them again. For derivatives through `update`, rounding is the
-    identity. If a loss scale is an earlier link of the same chain, a step that it skips
-    is also skipped here entirely.
+    from it. Updates of 16-bit leaves are always float32, because fewer bits would round
+    them again. For derivatives through `update`, rounding is the identity. If a loss
+    scale is an earlier link of the same chain, a step that it skips is also skipped
+    here entirely.
 
     Args:
         inner: any optax optimizer or chain.
-        seed: for the random numbers. An integer, traced where each member of a `vmap`
-            is to have its own.
+        seed: an integer for the random numbers, traced if each member of a `vmap` needs
+            its own.
 
     Returns:
         The transformation. Extra arguments of `update` are passed to `inner`.
@@ -108,8 +108,7 @@ def stochastic_rounding(
                 raise ValueError(
                     f"stochastic_rounding: expected param {_tree.spell(path)} in 16 "
                     f"bits or more, got {_arrays.describe(leaf)}; use "
-                    "`optax_mp.mixed_precision` with "
-                    '`update_dtype="params"`.'
+                    "`mixed_precision`, with `update_dtype='params'`."
                 )
         wide = leaves.unflatten(map(_widen, leaves.values))
         inner_state = place_like_params(inner.init(wide), wide)
@@ -166,8 +165,8 @@ def _warn_unless_narrow(params: Leaves) -> None:
         warn(
             "stochastic_rounding: there is nothing to round, because no param has 16 "
             f"bits (param {_tree.spell(params.paths[i])} is "
-            f"{_arrays.describe(params.values[i])}). `optax.apply_updates` keeps them "
-            "so, `equinox.apply_updates` does not."
+            f"{_arrays.describe(params.values[i])}); cast the params, and use "
+            "`optax.apply_updates`, not `equinox.apply_updates`."
         )
 
 

@@ -2,7 +2,7 @@
 
 A wrapper of an optimizer is made of:
 
-- `jax_api`: what is used of JAX beyond its public API, behind one door.
+- `jax_api`: all uses of JAX beyond its public API.
 - `trees`: trees of arrays: paths, leaves, boxes, states.
 - `wrappers`: the protocol between wrappers, one update of the optimizer inside, and the
   choice whether to take a step.

@@ -30,7 +30,7 @@ def half_dtype() -> jnp.dtype:
     """Return the 16-bit floating dtype that the default backend computes fastest.
 
     bfloat16 on TPUs, CPUs and GPUs from compute capability 8.0 on; float16 on older
-    GPUs, which have no bfloat16 units. Asking starts the backend.
+    GPUs, which have no bfloat16 units. The call starts the backend.
 
     Example:
         >>> import optax_mp
@@ -87,9 +87,9 @@ def check_available(dtype: DTypeLike, argument: str) -> jnp.dtype:
     used = jax.dtypes.canonicalize_dtype(dtype)
     if used != dtype:
         raise ValueError(
-            f"{argument} is {dtype.name}, but JAX's 64-bit types are off, so that it "
-            f"would be {used.name}; turn them on first, with "
-            f'`jax.config.update("jax_enable_x64", True)`, or pass {used.name}.'
+            f"{argument} is {dtype.name}, but JAX's 64-bit types are off; turn them on "
+            "first, with `jax.config.update('jax_enable_x64', True)`, or pass "
+            f"{used.name}."
         )
     return dtype
 

@@ -34,17 +34,17 @@ class Policy:
         param_dtype: what params are stored in.
         compute_dtype: what the model computes in.
         output_dtype: what the model returns.
-        keep_f32: leaves that stay float32 when cast to the param or compute dtype:
-            patterns over paths such as `("*norm*", "*/bias")`, where a path reads
-            `layers/0/bias`, with or without a final `/value` of Flax's boxes, in upper
-            or lower case; or a predicate of (path string, leaf). `mixed_precision` and
-            `cast_to_param` warn of each pattern that matches nothing, or the outermost
-            norm alone, as `norm/*` does.
+        keep_f32: leaves that stay float32 when cast to the param or compute dtype.
+            Either patterns, such as `("*norm*", "*/bias")`, for whole paths such as
+            `layers/0/bias`, ignoring case and a final `/value` of Flax's boxes; or a
+            predicate of (path string, leaf). `mixed_precision` and `cast_to_param` warn
+            of a pattern that matches nothing, and of one that matches only the
+            outermost of several norms, as `norm/*` does.
 
     Raises:
         ValueError: if a dtype is not floating. A cast raises it if its dtype is float64
             while JAX's 64-bit types are off.
-        TypeError: if `keep_f32` is neither patterns nor a predicate.
+        TypeError: if `keep_f32` is not patterns or a predicate.
 
     Example:
         >>> import jax.numpy as jnp
@@ -83,12 +83,12 @@ class Policy:
         return self._apply_keep_f32(self.param_dtype, path, leaf)
 
     def cast_to_param(self, tree: _tree.PyTree) -> _tree.PyTree:
-        """Cast floating leaves to `param_dtype`, but leaves of `keep_f32` to float32.
+        """Cast floating leaves to `param_dtype`, and leaves of `keep_f32` to float32.
 
         Finite values out of range become the largest finite value, as in
         `mixed_precision`, because an infinite param stays infinite. No array is shared
         with `tree`, so that a step may donate the result. Warns of patterns in
-        `keep_f32` that match nothing, or the outermost of leaves that are alike.
+        `keep_f32` that match nothing, or only the outermost of several alike leaves.
         """
         warn_unmatched_patterns(self, tree, "Policy.cast_to_param")
         return _tree.copy_shared(
@@ -139,8 +139,8 @@ class Policy:
 def warn_unmatched_patterns(policy: Policy, params: _tree.PyTree, caller: str) -> None:
     """Warn of patterns in `keep_f32` that match too little.
 
-    That is no floating leaf of `params`; or the outermost of several that are alike, as
-    `norm/*` matches `norm/scale`, and leaves `blocks/0/norm/scale`.
+    That is, no floating leaf of `params`, or only the outermost of several alike:
+    `norm/*` matches `norm/scale`, but not `blocks/0/norm/scale`.
 
     Args:
         policy: the policy.
@@ -174,19 +174,19 @@ def warn_unmatched_patterns(policy: Policy, params: _tree.PyTree, caller: str) -
             missed = ", ".join(map(repr, others[:_MOST_SHOWN])) + more
             warn(
                 f"{caller}: the pattern {pattern!r} in `keep_f32` matches {first!r}, "
-                f"but not {missed}; match all of them with {'*' + pattern!r}, or "
-                "choose by a function of (path string, leaf)."
+                f"but not {missed}; match all with {'*' + pattern!r}, or pass a "
+                "function of (path string, leaf)."
             )
 
 
 def _left_within(
     patterns: tuple[str, ...], matched: list[str], shapes: dict[str, tuple[int, ...]]
 ) -> list[str]:
-    """Return the leaves further in that no pattern keeps, if they are like `matched`.
+    """Return the deeper leaves that no pattern keeps, if they are like `matched`.
 
-    They end in the same keys. An output layer and the layers of attention may also have
-    one name, `out`: so all of them must be alike, of the same shape or a stack of it.
-    Of layers that have only vectors, such as norms, the lengths may differ.
+    Their paths end in the same keys. As an output layer and layers of attention may
+    both be called `out`, all of them must also have the same shape, or a stack of it.
+    In layers that have only vectors, such as norms, the lengths may differ.
     """
     names = {path.lower(): path for path in matched}
     left: list[str] = []

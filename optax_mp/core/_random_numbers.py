@@ -43,9 +43,9 @@ def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
         # The factor makes (1, 2) and (2, 1) differ.
         keys = _hash(keys * jnp.uint32(31) + part)
     keys = lax.optimization_barrier(keys)
-    # One equation for all of them: indexing would trace several for each key.
-    # Computed apart from the loops over each array: a loop that cuts its own key is
-    # like no other, and XLA for CPUs compiles each of them, also those of one shape.
+    # One equation for all of them: indexing would trace several for each key. They are
+    # computed apart from the loops over each array: if each loop sliced its own key, no
+    # two would be equal, and XLA for CPUs would compile each, also those of one shape.
     return list(map(_arrays.computed_once, lax.split(keys, [1] * count)))
 
 

@@ -51,8 +51,8 @@ def offload(
       warning. `memory_report` of the new state shows it.
     - L-BFGS needs `jax.value_and_grad` in the step: JAX cannot run
       `optax.value_and_grad_from_state`, which reads gradients in host memory.
-    - There is no `jax.vmap` of, and no gradient through, a step with arrays in host
-      memory: JAX has no rules for them.
+    - A step with arrays in host memory cannot run under `jax.vmap` or be
+      differentiated: JAX has no rules for that.
 
     Args:
         inner: any optax optimizer or chain.
@@ -104,7 +104,7 @@ def offload(
         # One program of `jit` puts counts on the mesh of the params, where a step
         # returns them: it would be compiled once more for its second call.
         state = TracedCall.of(init_on_host, params).run()
-        # `jit` does not copy arrays that it hands on as they are.
+        # `jit` does not copy arrays that it hands on unchanged.
         return _tree.copy_shared(jax.tree.map(with_explicit_memory_kind, state), params)
 
     def update_fn(
@@ -113,7 +113,7 @@ def offload(
         if _arrays.compiles() and not has_tracers((updates, state, params, extra_args)):
             warn(
                 "offload: expected `update` within `jax.jit`, got one outside, which "
-                "copies all of the state; use `jax.jit(step, donate_argnums=...)`."
+                "copies the whole state; use `jax.jit(step, donate_argnums=...)`."
             )
             given = (updates, state, params), extra_args
             return TracedCall.of(lambda x: update_fn(*x[0], **x[1]), given).run()
@@ -150,10 +150,10 @@ def _check_memory_of(params: Any) -> None:
             device = min(leaf.devices(), key=lambda device: device.id)
             if _arrays.HOST_KIND not in (kinds := kinds_of_memory(device)):
                 raise ValueError(
-                    f"offload: expected param {_tree.spell(path)} on a device with the "
+                    f"offload: expected param {_tree.spell(path)} on a device with "
                     f"memory {_arrays.HOST_KIND!r}, got {device} of the "
                     f"{device.platform!r} backend with {kinds}; pass "
-                    "`memory_kind=None` for no effect."
+                    "`memory_kind=None`."
                 )
 
 
@@ -193,7 +193,7 @@ def _codes_to_device(x: jax.Array) -> jax.Array:
 
     XLA for TPUs stores them there in other tiles than on the host, and fails to compile
     the copy ("Source and destination buffers in CopyDone", libtpu 0.0.42), except in a
-    loop. It has one round, which XLA cannot know, or it would be no loop.
+    loop. The loop has one iteration. XLA cannot know that, or it would remove the loop.
     """
 
     def in_a_loop(x: jax.Array) -> jax.Array:
@@ -235,11 +235,9 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
         if _is_misplaced(leaf, min_size):
             warn(
                 f"offload: expected {_tree.spell(path)} of the state in host memory, "
-                f"got {_arrays.describe(leaf)} in device memory, so this step moves "
-                "it; restore checkpoints into `tx.init(params)`, give shardings and "
-                "descriptions "
-                '`memory_kind="pinned_host"`, move what a loop or a branch carries '
-                "before it, with `jax.device_put`, and put no `offload` into another."
+                f"got {_arrays.describe(leaf)} in device memory, which this step "
+                "moves; restore into `tx.init(params)`, and give shardings a "
+                "`memory_kind`."
             )
             return
 

@@ -20,12 +20,13 @@ def state_shardings(
     params: optax.Params,
     shardings: _tree.PyTree = None,
 ) -> _tree.PyTree:
-    """Return how the state of `tx` should be sharded, by how the params are.
+    """Return how the state of `tx` should be sharded, from the params' shardings.
 
     Each array is sharded as its param is. So an update needs no communication, except
     for the optimizer's own rule, such as a global norm. Scales are sharded like
     their codes, but not along an axis that does not divide. Arrays that belong to no
-    param are replicated. The states of `zero1` and `offload` are where those put them.
+    param are replicated. The states of `zero1` and `offload` keep the placement that
+    these choose.
 
     A rule by shape, such as "the largest axis that divides", shards codes and their
     scales in different ways, and each step then moves them between devices. Use the
@@ -42,7 +43,8 @@ def state_shardings(
         `jax.device_put`, and for Orbax.
 
     Raises:
-        TypeError: if `tx` is not a transformation, or a sharding is no `NamedSharding`.
+        TypeError: if `tx` is not a transformation, or a sharding is not a
+            `NamedSharding`.
         ValueError: if `shardings` does not fit the params.
 
     Example:
@@ -72,10 +74,9 @@ def state_shardings(
             return param
         if not isinstance(sharding, NamedSharding):
             raise TypeError(
-                f"{_CALLER}: expected the sharding of param {_tree.spell(path)}, which "
-                f"is {_arrays.describe(param)}, to be a NamedSharding, got "
-                f"{sharding!r}; pass `shardings`, such as `NamedSharding(mesh, "
-                "PartitionSpec())`."
+                f"{_CALLER}: expected a NamedSharding of param {_tree.spell(path)}, "
+                f"which is {_arrays.describe(param)}, got {sharding}; pass "
+                "`shardings`, as `NamedSharding(mesh, PartitionSpec())`."
             )
         return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)
 
@@ -125,7 +126,7 @@ def choose_cut(
     if part == whole:
         return None
     for dim in range(len(shape)):
-        # Dimensions that are not cut stay as they are. With automatic sharding only
+        # Dimensions that are not cut stay unchanged. With automatic sharding only
         # XLA knows how.
         if part[dim] == whole[dim]:
             whole[dim] = part[dim] = PartitionSpec.UNCONSTRAINED
@@ -133,7 +134,7 @@ def choose_cut(
 
 
 def shard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Shard an array; a dimension that is unconstrained stays as it is."""
+    """Shard an array; a dimension that is unconstrained stays unchanged."""
     if mesh.explicit_axes:
         spec = fill_spec(spec, jax.typeof(x).sharding.spec)
     # An array that `offload` keeps in host memory stays there.

@@ -27,10 +27,10 @@ def sum_gradients(
 ) -> _tree.PyTree:
     """Sum gradients over mapped axes: sent in 16 bits, added in float32.
 
-    `lax.psum` of bfloat16 gradients adds in bfloat16, so that its error grows with the
-    number of devices; of float32 gradients it sends twice the bytes. This sum sends
-    each gradient rounded to `exchange_dtype`, and each device adds up its part in
-    float32, in the order of the devices: always the same bits.
+    `lax.psum` of bfloat16 gradients adds in bfloat16, so its error grows with the
+    number of devices. `lax.psum` of float32 gradients sends twice the bytes. This sum
+    sends each gradient rounded to `exchange_dtype`, and each device adds up its part in
+    float32, in the order of the devices. The result always has the same bits.
 
     Call it under `jax.shard_map` on gradients of each device's own loss. If
     `shard_map` checks types, it sums the gradients of replicated params itself, so
@@ -40,10 +40,11 @@ def sum_gradients(
     Args:
         grads: a tree of floating arrays.
         axis_name: the name of the mapped axis, or a tuple of names.
-        exchange_dtype: the dtype of gradients as sent: bfloat16, float16 or float32.
-        scatter: whether each device gets only its part, as of `lax.psum_scatter`:
-            along the first dimension that the number of devices divides. Arrays
-            without one, such as short biases, are returned whole.
+        exchange_dtype: the dtype in which gradients are sent: bfloat16, float16 or
+            float32.
+        scatter: whether each device gets only its part, as from `lax.psum_scatter`,
+            along the first dimension that the number of devices divides. Arrays without
+            one, such as short biases, are returned whole.
 
     Returns:
         The sums. With `scatter` they are float32, as added. Otherwise they are rounded
@@ -88,7 +89,7 @@ def check_exchange_dtype(dtype: Any, caller: str) -> jnp.dtype:
 def as_pattern(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return `x` in a floating dtype, as integers of its bits.
 
-    XLA would send 16-bit floats as float32 on CPUs, and may move casts over a
+    XLA would send 16-bit floats as float32 on CPUs, and may move casts across a
     collective.
     """
     return lax.bitcast_convert_type(
@@ -123,8 +124,7 @@ def _sum_leaf(
             f"{_CALLER}: expected leaf {_tree.spell(path)} to be of each device's own "
             f"loss, got {_arrays.describe(x)} that is equal on all devices of "
             f"{sorted(missing)}; differentiate with respect to `jax.lax.pcast(params, "
-            "axis_name, "
-            'to="varying")` (`jax.lax.pvary` in JAX 0.8), or pass `check_vma=False`.'
+            "axis_name, to='varying')`."
         )
     count = lax.axis_size(axis_name)
     dim = next((d for d, n in enumerate(x.shape) if n and n % count == 0), None)

@@ -57,28 +57,29 @@ def zero1(
     `axis`. If N does not divide any dimension of large arrays, split it into two mesh
     axes and name both: they can then cut two dimensions of one array.
 
-    Where a cut goes through the lines of `low_bit_state` that share a scale, devices
-    send each other the largest number of their parts.
+    If a cut goes through a line of `low_bit_state`, whose values share a scale, devices
+    send each other the largest value of their parts.
 
     With `exchange_dtype` it also sums the gradients, as `sum_gradients` does: they are
     sent in 16 bits, and added in float32 in the order of the devices. `update` then
     takes one gradient for each device, along a leading axis of N that is sharded over
-    `axis`. `jax.vmap` over a batch in N parts makes them: see the guide. Arrays that
-    are not cut are sent to all devices.
+    `axis`. `jax.vmap` over a batch in N parts makes them, as the guide to many devices
+    shows. Arrays that are not cut are sent to all devices.
 
     Use it under `jit` with automatic sharding, or with explicit sharding if the rules
     are elementwise. Within `jax.shard_map` over `axis` every rank has its own state
     already.
 
     Args:
-        inner: any optax optimizer: `dynamic_loss_scale(mixed_precision(adamw))`.
+        inner: any optax optimizer, such as
+            `dynamic_loss_scale(mixed_precision(adamw))`.
         mesh: the mesh that the params are on.
         axis: the name of the axis of data parallelism, or a tuple of names.
         param_specs: how the params are sharded over other axes, so that both combine: a
             tree of `PartitionSpec` or shardings like the params, or a prefix of one. By
             default params are replicated.
         exchange_dtype: the dtype in which each device sends its gradients: bfloat16,
-            float16 or float32. By default gradients are summed already.
+            float16 or float32. By default, pass gradients that are already summed.
 
     Returns:
         The transformation.
@@ -173,10 +174,9 @@ class _Cuts:
                 mesh, axes, param.shape, known
             ):
                 raise ValueError(
-                    f"zero1: param {where}, which is {_arrays.describe(param)}, is "
-                    f"sharded as {known}, but `param_specs` says {spec}, so that "
-                    "`update` under jit would move it. Pass "
-                    "`param_specs=jax.tree.map(lambda p: p.sharding, params)`."
+                    f"zero1: expected param {where}, which is "
+                    f"{_arrays.describe(param)}, to be sharded as {spec}, got {known}; "
+                    "pass `param_specs=jax.tree.map(lambda p: p.sharding, params)`."
                 )
 
     def shardings_of(self, state: Any) -> list[NamedSharding | None]:
@@ -215,9 +215,8 @@ class _Cuts:
                     "zero1: expected the gradient at "
                     f"{_tree.spell(self.leaves.paths[i])} to have a leading axis of "
                     f"{count} devices before {param.shape}, got "
-                    f"{_arrays.describe(grad)}; take gradients by `jax.vmap` over the "
-                    "parts of the batch, or leave out `exchange_dtype` if they are "
-                    "summed."
+                    f"{_arrays.describe(grad)}; take gradients by `jax.vmap`, or leave "
+                    "out `exchange_dtype`."
                 )
             whole, part = self.by_param.get(i, (PartitionSpec(), self.specs[i]))
             patterns = _sum.as_pattern(grad, dtype)
@@ -292,9 +291,9 @@ def _check_spec(spec: PartitionSpec, mesh: Mesh, param: Any, where: str) -> None
     names = {name for dim in range(len(spec)) for name in _arrays.axis_names(spec, dim)}
     if len(spec) > param.ndim or not names <= set(mesh.axis_names):
         raise ValueError(
-            "zero1: expected at most one entry per dimension in `param_specs`, with "
-            f"names of mesh axes, got {spec} for param {where}, which is "
-            f"{_arrays.describe(param)}; the mesh has {dict(mesh.shape)}."
+            "zero1: expected `param_specs` to name mesh axes for the dimensions of "
+            f"param {where}, which is {_arrays.describe(param)}, got {spec}; the mesh "
+            f"has {dict(mesh.shape)}."
         )
 
 
@@ -306,9 +305,9 @@ def _warn_if_elsewhere(state: Any, shardings: Sequence[NamedSharding | None]) ->
         if wanted and spec is not None and not _cuts_alike(spec, wanted, leaf.ndim):
             warn(
                 f"zero1: expected {_tree.spell(path)} of the state to be sharded as "
-                f"{wanted.spec}, got {_arrays.describe(leaf)} as {spec}; this step "
-                "moves it. Restore checkpoints into `tx.init(params)`, and pass "
-                "`out_shardings=optax_mp.state_shardings(tx, params)` for the state."
+                f"{wanted.spec}, got {_arrays.describe(leaf)} as {spec}, which this "
+                "step moves; give `jit` and checkpoints the shardings "
+                "`state_shardings(tx, params)`."
             )
             return
 
@@ -356,6 +355,6 @@ def _check_axes(mesh: Any, axis: Any) -> _arrays.MeshAxes:
         raise ValueError(
             "zero1: expected `axis` to be an axis of `mesh`, which is a "
             f"{type(mesh).__name__} of {sizes}, or a tuple of several, got {axis!r}; "
-            'make a mesh by `jax.make_mesh((8,), ("data",))`.'
+            "make a mesh by `jax.make_mesh`."
         )
     return axes

@@ -68,8 +68,8 @@ def _expand(operation: Any) -> ClosedJaxpr | None:
 def call_kind(equation: _jaxpr.Equation) -> str:
     """Return the name of the primitive that a hidden operation stands for.
 
-    One of `_PROGRAMS`; `""` for other operations, and the equation's own name if it is
-    of another primitive.
+    It is one of `_PROGRAMS`, or `""` for other operations. An equation of another
+    primitive has its own name.
     """
     operation = operation_of(equation)
     if operation is None:
@@ -109,7 +109,8 @@ def bind_again(
 ) -> list[Any]:
     """Return `function(*inputs)` in an operation like that of an equation.
 
-    Of the kinds `"remat2"` and `"name"`: derivative rules belong to one function.
+    It works for the kinds `"remat2"` and `"name"`; derivative rules belong to one
+    function.
     """
     params = operation_of(equation).params
     if call_kind(equation) == "name":

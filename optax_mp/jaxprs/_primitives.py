@@ -115,7 +115,7 @@ def operands(equation: Equation) -> list[Any]:
 
 # What the algorithms multiply that `precision=` can name. Accelerators round operands
 # to it, or cast them up. Those of several products are as exact as float32. Algorithms
-# for 8 bits take the operands as they are.
+# for 8 bits take the operands unchanged.
 _ALGORITHMS = """
 float16   F16_F16_F16 F16_F16_F32
 bfloat16  BF16_BF16_BF16 BF16_BF16_F32

@@ -27,7 +27,7 @@ _TRANSPOSE, _SOURCE = "transpose", "func_src_info"
 def scopes(equation: _jaxpr.Equation) -> str:
     """Return the names that `jax.named_scope` gave an equation, as JAX writes them.
 
-    Outermost first, as in `transpose(jvp(layer))/attention`.
+    The outermost comes first, as in `transpose(jvp(layer))/attention`.
     """
     stack = equation.source_info.name_stack
     return str(stack) if stack.stack else ""
@@ -57,7 +57,8 @@ def source_line(equation: _jaxpr.Equation) -> str:
 def function_of(equation: _jaxpr.Equation) -> str:
     """Return the outer function where an equation was made, and the line in it.
 
-    Such as `clip_by_global_norm (_clipping.py:96)` for one in its `update_fn`.
+    For an equation in the `update_fn` of `clip_by_global_norm`, that is
+    `clip_by_global_norm (_clipping.py:96)`.
     """
     frames = [x for x in _frames(equation) if not x.file_name.startswith(_JAX)]
     closures = (x for x in frames if ".<locals>" in x.function_name)

@@ -29,11 +29,11 @@ CALLER = "release_gradients"
 
 
 def check_ranks() -> None:
-    """Raise within ranks whose gradients nothing adds up, as no type says they differ.
+    """Raise within ranks whose gradients JAX does not sum: no type says they differ.
 
-    So it is with `check_vma=False` and in `jax.pmap`. There, the gradient of a `pmean`
-    is a rank's own. A separate step averages such gradients after the backward pass,
-    but here the layers are stepped by then.
+    These are ranks with `check_vma=False` and of `jax.pmap`, where the gradient of a
+    `pmean` is the rank's own. A separate step averages such gradients after the
+    backward pass, but here the layers have taken their step by then.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
@@ -42,21 +42,20 @@ def check_ranks() -> None:
         raise ValueError(
             f"{CALLER}: expected gradients that JAX sums over ranks, got the axis "
             f"{' and '.join(map(repr, untold))} of `jax.shard_map(check_vma=False)` or "
-            "`jax.pmap`, where each rank would take a step of its own; use "
-            "`jax.shard_map` with `check_vma=True` and `jax.lax.pmean` the loss, or "
-            "`jax.jit` with sharded arrays."
+            "`jax.pmap`; use `jax.shard_map(check_vma=True)`, and `jax.lax.pmean` the "
+            "loss."
         )
 
 
 def check_scans_have_gradients() -> None:
     """Raise under the switch of JAX 0.12 with which a scan has no gradient yet.
 
-    The layers would not move, without a word.
+    The layers would not move, without an error.
     """
     if getattr(jax.config, "jax_scan3", False):
         raise ValueError(
-            f"{CALLER}: expected JAX's switch `jax_scan3` to be off, got it on, where "
-            "scans have no gradients yet; turn it off."
+            f"{CALLER}: expected JAX's switch `jax_scan3` to be off, got it on; turn "
+            "it off, because scans have no gradients with it."
         )
 
 
@@ -69,9 +68,9 @@ def scale_of_step(rest_state: Any, rest: Any) -> jax.Array | None:
         return None
     if not jax.tree.leaves(_tree.only_inexact(plain(rest))):
         raise ValueError(
-            f"{CALLER}: expected weights in `rest`, by whose step the loss scale in "
-            f"`rest_state` moves, got {_tree.summarize(rest)}; pass a param in `rest`, "
-            "such as that of the last layer, or train without a loss scale."
+            f"{CALLER}: expected weights in `rest`, by whose step the loss scale "
+            f"moves, got {_tree.summarize(rest)}; pass a param in `rest`, or train "
+            "without a loss scale."
         )
     return state.scale
 
@@ -80,10 +79,9 @@ def check_skips(skipping: list[bool]) -> bool:
     """Return whether optimizers skip steps that are not finite; raise if only some."""
     if any(skipping) and not all(skipping):
         raise ValueError(
-            f"{CALLER}: expected each optimizer of `tx` to skip steps that are not "
-            f"finite, or none, because all layers skip a step together, got "
-            f"{sum(skipping)} of {len(skipping)} that do; put `optax.apply_if_finite` "
-            "around each."
+            f"{CALLER}: expected all optimizers of `tx` to skip steps that are not "
+            f"finite, or none, got {sum(skipping)} of {len(skipping)} that do; put "
+            "`optax.apply_if_finite` around each."
         )
     return any(skipping)
 
@@ -95,8 +93,8 @@ def _check_layers(layers: Any, is_scaled: bool) -> int:
     if not count:
         raise ValueError(
             f"{CALLER}: expected one layer or more, got `layers` with "
-            f"{'no arrays' if count is None else 'leading axes of 0'}; train a model "
-            "without layers by a separate step."
+            f"{'no arrays' if count is None else 'leading axes of 0'}; train without "
+            "`release_gradients`."
         )
     _check_stacked(layers, "`layers`", count, "pass all else in `rest`")
     for path, x in leaves:
@@ -109,10 +107,9 @@ def _check_layers(layers: Any, is_scaled: bool) -> int:
             )
         if x.dtype == np.float16 and not is_scaled:
             warn(
-                f"{CALLER}: {where} is {_arrays.describe(x)}. In float16, gradients "
-                "below 6e-8 become 0; put `optax_mp.dynamic_loss_scale` around the "
-                "optimizer of `rest` and pass its state as `rest_state`, or use "
-                "bfloat16."
+                f"{CALLER}: {where} is {_arrays.describe(x)}, in which gradients below "
+                "6e-8 become 0; put `optax_mp.dynamic_loss_scale` around the "
+                "optimizer of `rest`, and pass `rest_state`."
             )
     return count
 
@@ -137,22 +134,20 @@ def check_stack(stack: Stack, *, is_scaled: bool, by_layer: bool) -> bool:
     init, state = jax.make_jaxpr(jax.vmap(tx.init), return_shape=True)(layers)
     if any(map(_arrays.is_host_type, init.out_avals)):
         raise ValueError(
-            f"{CALLER}: expected `tx` without `offload`, got one with it; pass a state "
-            "in host memory, as `jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
+            f"{CALLER}: expected `tx` without `offload`, got one with it; pass `tx` "
+            "itself, with a state of `jax.vmap(optax_mp.offload(tx).init)(layers)`."
         )
     if find_states(state, LossScaleState):
         raise ValueError(
-            f"{CALLER}: expected `tx` without a loss scale, because a step has one and "
-            "it is in the state of `rest`, got a second one in `opt_state`; put "
-            "`optax_mp.dynamic_loss_scale` around the optimizer of `rest` alone, and "
-            "pass its state: `release_gradients(loss, tx)(opt_state, layers, rest, "
-            "..., rest_state=rest_state)`."
+            f"{CALLER}: expected `tx` without a loss scale, got one in `opt_state`; "
+            "put `optax_mp.dynamic_loss_scale` around the optimizer of `rest` alone, "
+            "and pass its state as `rest_state`."
         )
     if find_states(state, optax.MultiStepsState):
         raise ValueError(
             f"{CALLER}: expected `tx` to need the gradients of one layer at a time, "
-            "got `optax.MultiSteps`, which keeps all gradients; use a larger batch, "
-            "with `jax.checkpoint` in the block, or take a separate step."
+            "got `optax.MultiSteps`; use a larger batch, with `jax.checkpoint` in the "
+            "block."
         )
     update = _trace_update(stack)
     skips = _skips_steps(state)
@@ -213,7 +208,7 @@ def _skips_steps(state: Any) -> bool:
     if any(find_states(group, optax.ApplyIfFiniteState) for _, group in groups):
         raise ValueError(
             f"{CALLER}: expected `tx` to skip steps of all params or of none, got "
-            "`optax.apply_if_finite` around a part of them; put it around "
+            "`optax.apply_if_finite` around some of them; put it around "
             "`optax.partition`."
         )
     return bool(find_states(state, optax.ApplyIfFiniteState))
@@ -240,10 +235,9 @@ def _check_leafwise(init: Any, update: Any, layers: Any, known: Any) -> None:
         if len(origin.groups) > 1:
             first, second, *_ = (_tree.spell(paths[i]) for i in sorted(origin.groups))
             raise ValueError(
-                f"{CALLER}: expected `tx` to update each array by itself, got an update"
-                f" of several params, such as {first} and {second}, in "
-                f"{origin.joined_in}; clip by the global norm with `max_norm=1` and not"
-                " in `tx`, or pass `by_layer=True`, to compute it for each layer."
+                f"{CALLER}: expected `tx` to update each array by itself, got an "
+                f"update of several params, such as {first} and {second}, in "
+                f"{origin.joined_in}; clip with `max_norm`, or pass `by_layer=True`."
             )
 
 
@@ -264,10 +258,8 @@ def check_scans(jaxpr: Any, released: Any) -> None:
                 use = "reads or changes them outside of it"
             raise ValueError(
                 f"{CALLER}: expected a loss that passes the layers {_tree.spell(path)} "
-                f"unchanged to one `scan_layers`, got one that {use}; cast and "
-                "regularize them in the block, pass tied layers to one scan as "
-                "`(layers, layers)`, keep the scan out of loops and branches, and use "
-                "a larger batch, with `jax.checkpoint`, in place of micro-batches."
+                f"unchanged to one `scan_layers`, got one that {use}; cast, regularize "
+                "and reuse them in its block."
             )
 
 
@@ -276,7 +268,7 @@ def check_steps(released: Any) -> None:
     for path, x in tree_leaves_with_path(released, is_leaf=is_released):
         if not x.stepper.is_used:
             raise ValueError(
-                f"{CALLER}: expected a loss of what `scan_layers` returns, got one that"
-                f" does not depend on the layers {_tree.spell(path)}, so that no step "
-                "would be taken; remove `jax.lax.stop_gradient`."
+                f"{CALLER}: expected a loss of what `scan_layers` returns, got one "
+                f"that does not depend on the layers {_tree.spell(path)}; remove "
+                "`jax.lax.stop_gradient`."
             )

@@ -109,7 +109,7 @@ class Stepper:
 
 
 def times(tree: Any, factor: Any) -> Any:
-    """Multiply gradients by a factor, or by nothing if None."""
+    """Multiply gradients by a factor; None leaves them unchanged."""
     return tree if factor is None else jax.tree.map(lambda x: x * factor, tree)
 
 
@@ -127,7 +127,7 @@ def _refuse(self: Any, *_: Any) -> NoReturn:
     raise TypeError(
         "release_gradients: expected a loss that passes its layers to `scan_layers`, "
         "got one that reads an array of them; use `optax_mp.scan_layers` in place of "
-        "`jax.lax.scan`, whose block may return a norm, for example, as an output."
+        "`jax.lax.scan`."
     )
 
 

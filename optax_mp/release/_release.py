@@ -29,8 +29,9 @@ def release_gradients(
     """Return `f(opt_state, layers, rest, ...) -> (value, grads, layers, opt_state)`.
 
     The backward pass takes the step of each layer as soon as it has the layer's
-    gradient, which then is freed. So the gradients of stacked layers never exist as a
-    whole, and a compact form trains at 5.0 bytes per weight and one layer of gradients.
+    gradient, and then frees the gradient. So the gradients of all layers never exist at
+    once, and a compact form trains in 5.0 bytes per weight plus the gradients of one
+    layer.
 
     `fun(layers, rest, ...)` is a loss that scans the layers with `scan_layers`. `f`
     returns its value, the gradients of `rest`, which holds all other params, and
@@ -44,8 +45,8 @@ def release_gradients(
     all layers are found in a trace of `tx.update`, and refused.
 
     A step has one loss scale. Put it around the optimizer of `rest`, not in `tx`, and
-    pass the state: `f(opt_state, layers, rest, ..., rest_state=rest_state)`. A step
-    that is not finite is then skipped by all layers and by `rest`, or by none, as with
+    pass the state: `f(opt_state, layers, rest, ..., rest_state=rest_state)`. If a
+    gradient is not finite, all layers and `rest` skip the step together, as with
     `optax.apply_if_finite` around both optimizers.
 
     `max_norm`, a loss scale and `optax.apply_if_finite` take 1.6 times the operations
@@ -57,7 +58,7 @@ def release_gradients(
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`. It
             scans `layers` once, and can do nothing else with this argument.
         tx: any optax optimizer that updates each array by itself. For several stacks of
-            layers a tree of optimizers, such as a dict; `layers`, `opt_state` and
+            layers, pass a tree of optimizers, such as a dict; `layers`, `opt_state` and
             `param_shardings` have one subtree for each, and `fun` scans each of these.
         has_aux: whether `fun` also returns auxiliary data.
         max_norm: clip by the norm of all gradients, of all layers and `rest`, as
@@ -73,9 +74,9 @@ def release_gradients(
         keyword; other keywords are passed to `fun`.
 
     Raises:
-        TypeError: if `tx` is no optimizer; when called, if the loss reads the layers
-            without `scan_layers`; JAX's, if `tx` changes the dtype of its state, as it
-            does for 16-bit layers without `mixed_precision`.
+        TypeError: if `tx` is not an optimizer; when called, if the loss reads the
+            layers without `scan_layers`; from JAX, if `tx` changes the dtype of its
+            state, as it does for 16-bit layers without `mixed_precision`.
         ValueError: when called, if `tx` needs the gradients of all layers; if
             `opt_state` is not stacked as the layers are; if `tx` has a loss scale; if
             the layers are not scanned exactly once, or the loss does not depend on
@@ -190,9 +191,8 @@ def _stacks_of(txs: Any, treedef: Any, *trees: Any) -> list[_layers.Stack]:
         parts = [[x] * count if x is None else treedef.flatten_up_to(x) for x in trees]
     except ValueError as error:
         raise ValueError(
-            f"{_checks.CALLER}: expected `opt_state` and `layers` to be trees with a "
-            f"part for each of the {count} optimizers of `tx`, got others; for several "
-            "optimizers in one stack of layers pass `optax.partition` of them. JAX "
-            f"says: {error}"
+            f"{_checks.CALLER}: expected `opt_state` and `layers` with a part for each "
+            f"of the {count} optimizers of `tx`; for several optimizers in one stack "
+            f"use `optax.partition`. JAX says: {error}"
         ) from error
     return list(map(_layers.Stack, txs, *parts))

@@ -31,10 +31,11 @@ def scan_layers(
     one loss serves training with and without gradient release, and evaluation.
 
     Args:
-        block: from the carry and a slice of `xs` to the new carry and an output. It
-            may close over other params, and over any array: masks, positions, keys. Put
-            here what changes the weights or the computation of a layer: casts,
-            `jax.checkpoint`, `optax_mp.amp`, and `jax.vmap` over examples.
+        block: a function of (carry, slice of `xs`) that returns (new carry, output). It
+            may close over other params, and over any array: masks, positions, keys.
+            Whatever changes the weights or the computation of a layer belongs in the
+            block: casts, `jax.checkpoint`, `optax_mp.amp`, and `jax.vmap` over
+            examples.
         carry: the first carry.
         xs: the layers that the loss was given, or a pytree of them and of arrays, such
             as `(layers, keys)`. Layers that are in it twice (tied weights) take one
@@ -95,8 +96,7 @@ def _each_once(leaves: list[Any]) -> list[_layers.ReleasedLayers]:
         if not all(a is b for a, b in pairs):
             raise ValueError(
                 "scan_layers: expected the same layers wherever they are in `xs`, got "
-                "two versions of them, and each would take a step; change or cast them "
-                "in the block."
+                "two versions of them; change or cast them in the block."
             )
     return list(found.values())
 
@@ -122,9 +122,9 @@ def _refuse_vmap(arrays: Any) -> None:
         for x in jax.tree.leaves(arrays)
     ):
         raise ValueError(
-            "scan_layers: expected one scan of released layers for the whole batch, "
-            "got one within `jax.vmap` or `jax.grad`; transform the layer instead, as "
-            "`jax.vmap(layer, in_axes=(0, None))` in the block."
+            "scan_layers: expected one scan for the whole batch, got one within "
+            "`jax.vmap` or `jax.grad`; use `jax.vmap(layer, in_axes=(0, None))` in "
+            "the block."
         )
 
 
@@ -136,7 +136,7 @@ def layer_at(tree: Any, index: Any) -> Any:
 
 
 def _with_layer(tree: Any, new: Any, index: Any) -> Any:
-    """Return stacked arrays with other ones of one layer, in the memory they are in."""
+    """Return stacked arrays with new values for one layer, in the same memory."""
     # In host memory, XLA takes no array that a reshape makes.
     new = _arrays.with_memory_of(jax.tree.map(lambda x: x[None], new), tree)
     return jax.tree.map(
@@ -254,7 +254,7 @@ class _LayerScan:
 
 
 def _or_float0(result: Any, cotangent: Any) -> Any:
-    """Return a cotangent, or the zero that JAX wants for what has none."""
+    """Return a cotangent, or the zero that JAX wants for a result without one."""
     if cotangent is None:
         return np.zeros(np.shape(result), jax.dtypes.float0)
     return cotangent

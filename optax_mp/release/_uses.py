@@ -11,8 +11,8 @@ from optax_mp.jaxprs._search import live_equations
 def derivative_calls(jaxpr: _jaxpr.AnyJaxpr, *places: int) -> float:
     """Return how often functions with a `custom_vjp` are given some inputs of a jaxpr.
 
-    Infinite if that is not known, as in a branch or a loop that ends by a condition.
-    NaN if anything else reads the inputs, or returns them.
+    The number is infinite if it is not known, as in a branch or a loop that ends by a
+    condition. It is NaN if anything else reads the inputs, or returns them.
 
     Args:
         jaxpr: the jaxpr.

@@ -110,7 +110,7 @@ class GradientRangeReport(_leaf_counts.LeafCounts):
     ) -> FormatRange:
         """Return what happens to the values when they are rounded to a format.
 
-        It is known to the octave: the middle of an octave decides for all of it.
+        All values of an octave count as its middle.
 
         Args:
             dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.

@@ -82,8 +82,8 @@ def count_leaves(
 
     Args:
         argument: what to call the tree in errors.
-        tree: that the leaves are of.
-        leaves: by path, what `count` takes: a leaf, and others that belong to it.
+        tree: the tree of the leaves, to describe it in errors.
+        leaves: by path, the arguments of `count`: a leaf, and others that belong to it.
         count: returns the counts of a leaf.
     """
     caller, _, name = argument.partition(": ")
@@ -117,5 +117,5 @@ def count_bins(bins: jax.Array, bin_count: int) -> jax.Array:
 
 
 def share(part: Any, counts: np.ndarray) -> float:
-    """Return a part of all counts as a share; 0 of nothing."""
+    """Return a part of all counts as a share; 0 if there are no counts."""
     return float(part.sum()) / max(int(counts.sum()), 1)

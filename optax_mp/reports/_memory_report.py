@@ -179,15 +179,15 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     The report compares with plain float32 training by the same optimizer: every
     floating array of params and state in float32, without masters, remainders and
-    scales. Integers, keys and complex arrays count as they are. Gradients and
+    scales. Integers, keys and complex arrays count with their own size. Gradients and
     activations are not counted.
 
     Args:
         opt_state: the state of any optax optimizer for `params`: arrays, NumPy arrays
             or `jax.ShapeDtypeStruct`. Sharded arrays count over all devices together,
-            replicated ones once. Or an `nnx.Optimizer`.
-        params: the params, of the same kinds. Leaves that are not arrays count as
-            nothing. Or the `nnx.Module` that the optimizer trains.
+            replicated ones once. An `nnx.Optimizer` is also accepted.
+        params: the params, of the same kinds. Leaves that are not arrays are not
+            counted. The `nnx.Module` that the optimizer trains is also accepted.
 
     Returns:
         The report. Printed, it is a table.
@@ -275,7 +275,7 @@ def _before_param(path: _states.Path, param: _states.Path | None) -> _states.Pat
 def _field(path: _states.Path) -> str:
     """Return the innermost field, or else dict key, that `path` leads through."""
     places = [i for i, x in enumerate(path, 1) if keystr((x,)) in _WRAPPER_FIELDS]
-    inside = path[max(places, default=0) :]  # labels of a partition are no roles
+    inside = path[max(places, default=0) :]  # labels of a partition are not roles
     fields = [x.name for x in inside if isinstance(x, GetAttrKey)]
     keys = [str(x.key) for x in inside if isinstance(x, DictKey)]
     name = (fields or keys or ["state"])[-1]

@@ -32,7 +32,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     wait for the values, as `float(value)` does.
 
     Args:
-        opt_state: any optimizer state, or a tree of several. Or an `nnx.Optimizer`.
+        opt_state: any optimizer state, a tree of several, or an `nnx.Optimizer`.
 
     Returns:
         A dict of scalars, which may be empty. If the state holds a loss scale:
@@ -46,12 +46,12 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
           `tx.update`, was not finite, a bool: the data or the model is to blame, and
           the scale was kept. Without `value` it is False;
         - `"at_min_scale"`: whether a step overflowed with the scale at its lower bound,
-          and growth was not due since, a bool. `check_loss_scale` says why.
+          and growth has not been due since, a bool. `check_loss_scale` says why.
 
-        If a transformation in it counts steps, as Adam and schedules do:
+        If a transformation in the state counts steps, as Adam and schedules do:
 
         - `"step_count"`: the steps that the optimizer has taken, the largest such
-          count; with `optax.MultiSteps` in it, the steps of what that wraps. Skipped
+          count; with `optax.MultiSteps`, the steps of the optimizer inside it. Skipped
           steps count only with a loss scale that is a link in a chain.
 
         For each hyperparameter that `optax.inject_hyperparams` keeps in the state, its

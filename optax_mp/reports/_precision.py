@@ -21,8 +21,8 @@ from optax_mp.reports import _precision_walk
 
 _MOST_ROWS = 12  # of a table; the report itself holds all
 _ADVICE = """
-To change that, `optax_mp.amp(fun)` runs products in bfloat16 (but for those with \
-`precision=`, in `amp_stop`, and of complex or sparse operands).
+To change that, `optax_mp.amp(fun)` runs products in bfloat16 (except those with \
+`precision=`, in `amp_stop`, or of complex or sparse operands).
 Or pass an argument in bfloat16, make an array with `dtype=x.dtype`, write a Python \
 number for a NumPy one, cast back before the product, or set the `dtype` of a layer."""
 
@@ -59,8 +59,8 @@ class PrecisionReport(Report):
     def low_share(self) -> float:
         """The share of floating products' FLOPs that are narrower than float32.
 
-        Products of integers do not count, neither as wide nor as low; `shares` has
-        them. It is 1 without floating products.
+        Products of integers are not counted here, but in `shares`. The share is 1
+        without floating products.
         """
         total = _flops(x for x in self.products if jnp.issubdtype(x.dtype, jnp.inexact))
         return 1 - _flops(self.wide_products) / total if total else 1.0
@@ -96,7 +96,7 @@ class PrecisionReport(Report):
     def _table(self) -> list[str | Table]:
         """Return a table of float32 products, most FLOPs first.
 
-        The products of a line and of their gradients are together in a row.
+        A row has the products of one line, and those of their gradients.
         """
         total = _flops(self.products) or 1
         groups = _group(
@@ -128,7 +128,7 @@ def precision_report(
     If the function is a loss, which returns a scalar or a tuple such as `(loss, aux)`,
     the report includes its gradient with respect to the first argument with floating
     arrays. A function that computes a gradient itself, such as a training step, is
-    reported as it is. For other gradients pass `jax.grad(fun, argnums)`.
+    reported unchanged. For other gradients pass `jax.grad(fun, argnums)`.
 
     Args:
         fun: any function that JAX can trace, such as a loss, or a whole training step.

@@ -300,7 +300,7 @@ def _first_of(
         source = min(sources, key=lambda cause: cause.order)
         is_meeting = implicit or any(map(_has_narrow, equation.invars))
         return replace(source, line=line, rank=rank) if is_meeting else source
-    # An operand that is passed on as it is is still under way.
+    # An operand that is passed on unchanged is still under way.
     if (
         implicit[0].kind == _PROMOTION
         and equation.primitive.name not in _primitives.REPEATS

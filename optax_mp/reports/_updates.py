@@ -93,9 +93,9 @@ def update_report(
     - float32 training: add `dtype=jnp.bfloat16` to see what 16-bit params would lose.
     - `mixed_precision`: nothing stalls and nothing is lost. Its updates are differences
       of rounded params, so each of them is 0 or moves its param, and the masters keep
-      the rest: exactly, or with `Split(8)` rounded at random, right on average. To see
-      what the masters save, pass the masters before the step, the change of the
-      masters, and the `dtype` of the params::
+      the rest: exactly, or with `Split(8)` rounded at random, without bias. To see what
+      the masters save, pass the masters before the step, the change of the masters, and
+      the `dtype` of the params::
 
           masters = optax_mp.master_params(opt_state, params)
           # ... the step ...
@@ -104,7 +104,7 @@ def update_report(
           print(optax_mp.update_report(masters, change, dtype=jnp.bfloat16))
 
     - `stochastic_rounding`: nothing stalls. An update that is too small moves its param
-      at random, right on average.
+      at random, without bias.
 
     It takes one pass over the values. Under `jit` make it every hundred steps or so,
     with `jax.lax.cond`.

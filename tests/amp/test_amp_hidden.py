@@ -216,7 +216,7 @@ def test_a_made_up_primitive_with_a_product_inside_warns(around):
         jax.make_jaxpr(amp(fun))(X, W)
     (text,) = [str(x.message) for x in caught]  # one for both, of one line
     line = f"test_amp_hidden.py:{bind_made_up.__code__.co_firstlineno + 3}"
-    assert f"got made_up {line}, which" in text
+    assert f"got made_up {line}, whose" in text
     assert "amp_stop()" in text
     report = precision_report(fun, X, W)
     assert "not looked into: made_up test_amp_hidden.py" in str(report)

@@ -361,7 +361,7 @@ def test_a_state_of_something_else_is_refused(bare):
 
 def test_a_state_of_other_bits_is_refused():
     params = example()
-    match = r"low_bit_state: .* made with 8, .*, got .* 16; .*convert_opt_state"
+    match = r"low_bit_state: .* made with 8, got .* 16; .*convert_opt_state"
     with pytest.raises(ValueError, match=match):
         base().update(params, base(bits=16).init(params), params)
 

@@ -235,7 +235,7 @@ def test_params_that_lie_otherwise_than_said_are_an_error():
     mesh = mesh_of()
     tx = optax_mp.zero1(ADAMW, mesh, "data")
     params = jax.device_put(weights(), shardings(mesh, LAYOUTS["tensor"]))
-    message = r"\['v'\], which is bfloat16\[256,64\], is sharded as .*param_specs=jax.tree.map"
+    message = r"\['v'\], which is bfloat16\[256,64\], to be sharded as .*param_specs=jax.tree.map"
     with pytest.raises(ValueError, match=message):
         tx.init(params)
 

@@ -372,8 +372,8 @@ def test_float16_gradients_that_reach_masters_are_a_warning(form, jitted):
     tx = FLOAT16[form]
     grads = jax.grad(loss)(HALF, X.astype(F16))
     message = (
-        r"^\w+: the gradient of \['b'\] is float16\[4\]. In float16, values below 6e-8 "
-        "become 0: put `dynamic_loss_scale` around the optimizer"
+        r"^\w+: the gradient of \['b'\] is float16\[4\], in which values below 6e-8 "
+        "become 0; put `dynamic_loss_scale` around the optimizer"
     )
     with pytest.warns(Warned, match=message) as caught:
         call(tx.update, (grads, tx.init(HALF), HALF), jitted)
@@ -429,7 +429,7 @@ def test_a_wrapper_around_a_loss_scale_is_an_error(wrapper, asked, tx, jitted):
 ])  # fmt: skip
 def test_a_loss_scale_after_the_masters_is_an_error(before):
     tx = optax.chain(before, optax_mp.dynamic_loss_scale())
-    message = "loss scale before `mixed_precision`, got opt_state of a chain with it a"
+    message = "loss scale before `mixed_precision`, got it after, in the chain opt_state"
     with pytest.raises(ValueError, match=message):
         GRADIENT(tx.init(PARAMS), PARAMS, X)
 

@@ -112,10 +112,10 @@ def with_memory_of(tree: Any, like: Any) -> Any:
 def place_like(leaf: jax.Array, like: jax.Array) -> jax.Array:
     """Return `leaf` `[...]`, sharded like the array `like` `[...]`.
 
-    By its type where that shows a sharding, and otherwise by a hint to XLA. XLA
-    propagates shardings through any operation on both arrays, but before that it
-    removes operations without effect. So the hint is a choice between the arrays by a
-    value that XLA cannot know, and always returns the first. In a jaxpr, the primitive
+    It is sharded by its type if that shows a sharding, and otherwise by a hint to XLA.
+    XLA propagates shardings through any operation on both arrays, but before that it
+    removes operations without effect. So the hint is a choice between the arrays, by a
+    value that XLA cannot know; it always returns the first. In a jaxpr, the primitive
     returns both arrays. (`jax.experimental.shard_alike` did the same; JAX 0.12 no
     longer has it.)
     """
@@ -136,7 +136,7 @@ def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
 def constant_like(x: jax.Array, value: Any) -> jax.Array:
     """Return `value` in the shape and dtype of `x`.
 
-    As `lax.full_like` does, which takes four times as long to trace.
+    Like `lax.full_like`, which takes four times as long to trace.
     """
     # Elsewhere it has to be on the devices of `x`, or sharded as the type of `x` says.
     if not is_traced(x) or mesh_in_type(x).explicit_axes:

@@ -32,7 +32,7 @@ def is_literal(atom: Any) -> bool:
 def bind(
     equation: Equation, inputs: Sequence[Any], params: dict[str, Any] | None = None
 ) -> list[Any]:
-    """Return the outputs of an equation as it is written, or with other parameters."""
+    """Return the outputs of an equation as written, or with other parameters."""
     params = equation.params if params is None else params
     bound: Any = equation.primitive.get_bind_params(params)
     # Up to JAX 0.9.0, the functions among the parameters come apart.
@@ -102,8 +102,7 @@ def locations() -> Iterator[Callable[[Equation], Any]]:
 def is_dynamic(leaf: Any) -> bool:
     """Return whether a leaf is an array that a jaxpr can compute with.
 
-    A `ShapeDtypeStruct` is not, nor is an array of strings, although they have a shape
-    and a dtype.
+    A `ShapeDtypeStruct` and an array of strings have a shape and a dtype, but are not.
     """
     if isinstance(leaf, _extend.Tracer):
         return True

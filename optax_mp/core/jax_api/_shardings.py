@@ -23,7 +23,7 @@ def asked_shardings(jaxpr: _jaxpr.AnyJaxpr, inputs: Sequence[Any] = ()) -> list[
 
     Args:
         jaxpr: the jaxpr of the function.
-        inputs: the same for each input; by default, None.
+        inputs: for each input its sharding, or None; by default, None for all.
     """
     jaxpr, _ = _jaxpr.open_jaxpr(jaxpr)
     inputs = inputs or [None] * len(jaxpr.invars)

@@ -21,21 +21,21 @@ from optax_mp.core.wrappers._mistakes import check_nesting, check_state_first
 def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
     """Return the params in high precision: the masters, at any depth of the state.
 
-    Evaluate, average and export these as the weights. Leaves without a master are
-    returned as they are in `params`. If the state holds no masters at all, all floating
-    params are returned in float32, or wider if they are, so that one script serves
-    every precision.
+    Evaluate, average and export these as the weights. Leaves without a master are those
+    of `params`. If the state holds no masters at all, floating params are returned in
+    float32, or in their own dtype if that is wider, so that one script serves every
+    precision.
 
-    Masters that `offload` keeps in host memory come back in device memory, all of them:
-    4 bytes per weight. If that is too much, compute them on the host's CPU, from
-    NumPy arrays: `with jax.default_device(jax.devices("cpu")[0]):
+    Masters that `offload` keeps in host memory are all copied to device memory, 4 bytes
+    per weight. If that is too much, compute them on the host's CPU, from NumPy arrays:
+    `with jax.default_device(jax.devices("cpu")[0]):
     master_params(*jax.device_get((opt_state, params)))`.
 
     Args:
         opt_state: any optimizer state, with `mixed_precision` at any depth of wrappers
             or without. Under `optax.partition` it may hold several, each with some of
-            the leaves. Or an `nnx.Optimizer`.
-        params: the current params. Or the `nnx.Module` that the optimizer trains.
+            the leaves. An `nnx.Optimizer` is also accepted.
+        params: the current params, or the `nnx.Module` that the optimizer trains.
 
     Returns:
         A tree like `params`, each leaf `[...]` in the dtype of its master; for NNX an
@@ -44,7 +44,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         are copies.
 
     Raises:
-        TypeError: if `opt_state` is no optimizer state, or comes second.
+        TypeError: if `opt_state` is not an optimizer state, or is the second argument.
         ValueError: if the state holds a `MixedPrecisionState` of other params.
 
     Example:
@@ -107,10 +107,10 @@ def replace_master_params(
 ) -> optax.OptState:
     """Return `opt_state` with new masters, such as weights loaded after `init`.
 
-    Everything else in the state stays. `params` must be the new masters, cast: a param
+    The rest of the state is unchanged. `params` must be the new masters, cast: a param
     that differs from its rounded master counts as edited, and the next step would
-    follow it. Outside of `jit` such params are an error. Leaves that are their own
-    master are only in the params. New masters take the sharding of the old ones.
+    follow it. Outside of `jit` such params are an error. A leaf that is its own master
+    is replaced in `params` alone. New masters take the sharding of the old ones.
 
     Args:
         opt_state: a state with `mixed_precision` in it, at any depth of wrappers.
@@ -124,7 +124,8 @@ def replace_master_params(
         ValueError: if the state holds no `MixedPrecisionState`, if a structure or shape
             differs, if a new master is not floating, or if a param differs from its
             rounded new master.
-        TypeError: if `opt_state` is no optimizer state, or not the first argument.
+        TypeError: if `opt_state` is not an optimizer state, or is not the first
+            argument.
 
     Example:
         >>> import jax.numpy as jnp
@@ -144,9 +145,8 @@ def replace_master_params(
     opt_state, params, leaves = read_arguments(opt_state, params, caller, names)
     if not _states.find_states(opt_state, _storage.MixedPrecisionState):
         raise ValueError(
-            f"{caller}: expected `opt_state` of an optimizer with "
-            "optax_mp.mixed_precision in it, got one without a MixedPrecisionState; "
-            "this optimizer keeps no masters: replace `params`."
+            f"{caller}: expected `opt_state` of `optax_mp.mixed_precision`, got one "
+            "without a MixedPrecisionState; replace `params` alone."
         )
     new_leaves = leaves.match(new_master, "`new_master`")
 
@@ -160,8 +160,7 @@ def replace_master_params(
             )
         new = jnp.array(put_beside(new, old), old.dtype, copy=True)
         remedy = (
-            "cast first, with `new_params = policy.cast_to_param(new_master)`; then "
-            f"`{caller}(opt_state, new_params, new_master)`, and continue with these."
+            "pass `policy.cast_to_param(new_master)` as `params`, and continue with it."
         )
         check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
         return new
@@ -170,7 +169,7 @@ def replace_master_params(
 
 
 def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
-    """Return `opt_state` with the masters of params that were edited since the step.
+    """Return `opt_state` with masters that follow edits of the params.
 
     A projection, a pruning mask, an averaging of replicas or a checkpoint may change
     params between two steps. After float32 updates (of float32 gradients, or with
@@ -181,21 +180,22 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
       undo it;
     - before `master_params`, if no step comes first.
 
-    Element by element: a finite param that differs from its rounded master becomes the
-    new master. After 16-bit updates a few params in a thousand differ by a rounding;
+    Each finite element of a param that differs from its rounded master becomes the new
+    master. After 16-bit updates a few elements in a thousand differ by a rounding;
     their masters are also rounded. `Split` and `stochastic_rounding` follow edits by
     themselves. Such states, and those without masters, are returned unchanged.
 
     Args:
         opt_state: any optimizer state, with `mixed_precision` at any depth of wrappers
-            or without. Or an `nnx.Optimizer`.
-        params: the params after the edit. Or the `nnx.Module`.
+            or without; or an `nnx.Optimizer`.
+        params: the params after the edit, or the `nnx.Module`.
 
     Returns:
         The new state. It can be computed under `jit`.
 
     Raises:
-        TypeError: if `opt_state` is no optimizer state, or not the first argument.
+        TypeError: if `opt_state` is not an optimizer state, or is not the first
+            argument.
         ValueError: if the state belongs to other params.
 
     Example:

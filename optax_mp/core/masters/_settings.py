@@ -16,9 +16,8 @@ from optax_mp.core.trees._leaves import Leaves, is_absent
 CALLER = "mixed_precision"
 # What may have made a param wider, and how to fix it.
 _PROMOTED = (
-    "something promoted it since. If `equinox.apply_updates` did, which adds float32 "
-    "updates without casting back, use `optax.apply_updates`, or "
-    '`update_dtype="params"` with `optax_mp.FullCopy()`; otherwise cast it back.'
+    "If `equinox.apply_updates` promoted it, use `optax.apply_updates`, or "
+    '`update_dtype="params"`.'
 )
 
 
@@ -68,7 +67,8 @@ class Settings(NamedTuple):
     def check_masters(self, params: Leaves, stored: Sequence[Any]) -> None:
         """Raise if no 16-bit param has a master, because masters are as narrow.
 
-        At `init` and in each step: the params may be cast in between.
+        It is called at `init` and in each step, because the params may be cast in
+        between.
 
         Args:
             params: the params.
@@ -80,11 +80,10 @@ class Settings(NamedTuple):
             dtype = self.dtype_in_training(path, leaf)
             if dtype is not None and _dtypes.bits(dtype) <= 16:
                 raise ValueError(
-                    "mixed_precision: expected `master_dtype`, the second argument, to "
-                    f"be wider than the params, got {self.master_dtype} for "
-                    f"{_tree.spell(path)} in {dtype}, so that no param has a master; "
-                    "leave it out for float32 masters. The dtype of params in training "
-                    f"is the keyword `param_dtype=jnp.{dtype}`."
+                    "mixed_precision: expected `master_dtype`, the second argument, "
+                    f"to be wider than the params, got {self.master_dtype} for "
+                    f"{_tree.spell(path)} in {dtype}; leave it out, or pass "
+                    f"`param_dtype=jnp.{dtype}`."
                 )
 
     def check_param(self, path: tuple[Any, ...], param: Any, stored: Any) -> None:
@@ -104,21 +103,20 @@ class Settings(NamedTuple):
             raise ValueError(
                 f"{where} in {declared}, as `param_dtype` says, got "
                 f"{_arrays.describe(param)}; cast the params with "
-                "`Policy.cast_to_param` before training, and make a Python number an "
-                f"array. If they were cast, {_PROMOTED}"
+                f"`Policy.cast_to_param`. {_PROMOTED}"
             )
         # It was its own master. Trained in this dtype it would lose small updates.
         if is_absent(stored) and _dtypes.is_floating(param) and not is_wide:
             raise ValueError(
                 f"{where} as at `init`, got {_arrays.describe(param)}, for which the "
-                "state holds no master; call `init` with params in the dtype they "
-                "are trained in, or say which it will be with `param_dtype`."
+                "state holds no master; call `init` with the params as they are "
+                "trained, or pass `param_dtype`."
             )
         # It would now be its own master, beside the one that the state has.
         if is_wide and not is_absent(stored):
             raise ValueError(
                 f"{where} in a dtype narrower than its {self.master_dtype.name} "
-                f"master, as at `init`, got {_arrays.describe(param)}; {_PROMOTED}"
+                f"master, got {_arrays.describe(param)}; cast it back. {_PROMOTED}"
             )
         if not is_absent(stored):
             check_shape(where, param, stored)
@@ -129,8 +127,8 @@ class Settings(NamedTuple):
         if master.dtype != self.master_dtype:
             raise ValueError(
                 f"mixed_precision: expected the master of param {_tree.spell(path)} in "
-                f"{self.master_dtype}, got {_arrays.describe(master)}, of a state with "
-                "another `master_dtype`; convert it with `optax_mp.convert_opt_state`."
+                f"{self.master_dtype}, got {_arrays.describe(master)}; convert the "
+                "state with `optax_mp.convert_opt_state`."
             )
 
 
@@ -139,6 +137,6 @@ def check_shape(where: str, param: Any, stored: Any) -> None:
     if not _dtypes.is_floating(param) or getattr(stored, "shape", None) != param.shape:
         raise ValueError(
             f"{where} to be a floating array of the shape of its master "
-            f"{_arrays.describe(stored)}, got {_arrays.describe(param)}; the state "
-            "belongs to other params: call `init` again."
+            f"{_arrays.describe(stored)}, got {_arrays.describe(param)}; call `init` "
+            "again for other params."
         )

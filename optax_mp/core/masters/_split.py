@@ -43,10 +43,10 @@ class Split:
     `FullCopy`.
 
     24 bits cannot hold a master that moves by less than 2^-16 (1.5e-5) of its value: it
-    would stand still. So each step rounds it at random to one of its two neighbours of
-    24 bits, by at most 2^-15, right on average. The random numbers are a hash of
-    position and `step_count`: a run can be reproduced, also from a checkpoint and,
-    under `jit`, on any number of devices.
+    would stand still. So each step rounds it at random, without bias, to one of its two
+    neighbours of 24 bits, at most 2^-15 of its value away. The random numbers are a
+    hash of position and `step_count`: a run can be reproduced, also from a checkpoint
+    and, under `jit`, on any number of devices.
 
     For float16 params the remainder is a fraction of the param's last place. With 16
     bits it is exact for masters of 2^-14 and more, and within 2^-40 for smaller ones.
@@ -64,15 +64,15 @@ class Split:
       rounds to even, and a remainder that does not fit is cut: one master in 131072 is
       then one unit in the last place of float32 nearer to its param. With 8 bits `init`
       rounds to nearest, and one master in 512 is up to 2^-15 off.
-    - If a step shrinks a weight to less than 2^-15 of what it was (float16: 2^-12), a
+    - If a step shrinks a weight to less than 2^-15 of its value (float16: 2^-12), a
       float32 update may not reach the new value exactly. The master then moves with the
       param, by at most 2^-23 of the old weight.
     - Finite masters above 3.396e38 (float16: 65520) are kept as the largest finite
       value. An infinite param is its own master, and NaN stays NaN.
     - Params of 8 bits are an error. Those of 32 bits are their own masters, as with
       `FullCopy`; if all are, `init` warns.
-    - `jax.grad` through `tx.update`: rounding counts as the identity. The derivative of
-      a master is that of its param, in 16 bits, from one step to the next.
+    - In `jax.grad` through `tx.update`, rounding counts as the identity. From one step
+      to the next, the derivative of a master is that of its param, in 16 bits.
 
     Attributes:
         bits: the width of the remainder, 16 or 8.
@@ -182,7 +182,7 @@ class Split:
 
 
 class _UpperHalf(NamedTuple):
-    """Remainders of bfloat16 params: how many float32 patterns the master is away.
+    """Remainders of bfloat16 params: float32 patterns between the param and its master.
 
     Patterns count away from zero, for both signs. Remainders are int16 or int8 `[...]`,
     and all other arrays of the methods, also the param, float32 `[...]`. The methods

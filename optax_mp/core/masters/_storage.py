@@ -33,7 +33,7 @@ from optax_mp.core.trees._typed import type_with
 
 @dataclass(frozen=True)
 class FullCopy:
-    """Keep every master as it is: 4 bytes per weight for float32 masters.
+    """Keep a copy of every master: 4 bytes per weight for float32 masters.
 
     The default. It loses nothing, for any `master_dtype` and for params of any floating
     dtype. If you edit a param outside of the optimizer, it is the new master in the
@@ -99,8 +99,9 @@ class MixedPrecisionState(NamedTuple):
         inner_state: the state of the inner optimizer, over masters. Its public fields,
             such as `hyperparams`, are also attributes of this state.
         last_exact: bool `[]`, whether the last updates were exact, as float32 updates
-            of 16-bit params are. Then each param is its rounded master, and one that is
-            not was edited. None for `Split`: the param is a part of its master.
+            of 16-bit params are. Each param is then its rounded master; if it differs,
+            it was edited. None for `Split`, with which the param is a part of its
+            master.
         step_count: int32 `[]`, the number of steps that were taken. `Split(8)` rounds
             at random, with its own random numbers in each step. None for the other
             storages.
@@ -138,7 +139,7 @@ def storage_of(state: MixedPrecisionState, caller: str) -> Storage:
     if state.storage is None:
         raise ValueError(
             f"{caller}: expected a state that `init` returned, got one that does not "
-            "say which storage made it; change a state with `state._replace(...)`."
+            "say which storage made it; change states with `state._replace(...)`."
         )
     return state.storage
 
@@ -152,8 +153,8 @@ def counter_of(state: MixedPrecisionState, caller: str) -> jax.Array | None:
     if is_missing:
         raise ValueError(
             f"{caller}: expected a state with `step_count`, since {state.storage} "
-            "rounds at random, got None, as an earlier version made it; "
-            "pass `state._replace(step_count=jnp.int32(0))`."
+            "rounds at random, got None; pass "
+            "`state._replace(step_count=jnp.int32(0))`."
         )
     return state.step_count
 
@@ -177,8 +178,7 @@ def check_storage(
     if update_dtype is not None and update_dtype != jnp.float32:
         raise ValueError(
             "mixed_precision: expected `update_dtype` to be float32 or None with the "
-            f"storage {storage}, which needs exact updates, got {update_dtype}; use "
-            "`optax_mp.FullCopy()`."
+            f"storage {storage}, got {update_dtype}; use `optax_mp.FullCopy()`."
         )
 
 
@@ -196,8 +196,7 @@ def check_storable(
     if float(jnp.finfo(dtype).min) > 0:
         raise ValueError(
             f"mixed_precision: expected {where} to have a dtype of weights, got "
-            f"{dtype}, which has neither a sign nor zero; wrap the optimizer in "
-            "`optax.masked` if it is not trained."
+            f"{dtype}, without sign and zero; if it is not trained, use `optax.masked`."
         )
     if not storage.takes(dtype, master_dtype):
         raise ValueError(
@@ -225,14 +224,14 @@ def warn_unless_stored(storage: Storage, params: Leaves, stored: Sequence[Any]) 
     """Warn if `Split` stores nothing.
 
     A float32 leaf among others is its own master. If all leaves are, the params may not
-    have been cast. Not an error: one factory may make optimizers for several models.
+    have been cast. This is not an error, because one factory may make optimizers for
+    several models.
     """
     inexact = [i for i, param in enumerate(params.values) if _dtypes.is_inexact(param)]
     if storage.param_is_part and inexact and all(map(is_absent, stored)):
         path, param = params.paths[inexact[0]], params.values[inexact[0]]
         warn(
             f"mixed_precision: the storage {storage} stores nothing, because no param "
-            f"is {_HALF} (param {_tree.spell(path)} is {_arrays.describe(param)}): "
-            "each param is its own master. To train in 16 bits, cast the params before "
-            "`init`, or pass `param_dtype` and cast them later."
+            f"is {_HALF} (param {_tree.spell(path)} is {_arrays.describe(param)}); "
+            "cast the params before `init`, or pass `param_dtype`."
         )

@@ -50,7 +50,7 @@ def mixed_precision(
     the updates add up in a float32 master, which the optimizer state holds, and the
     param is the master rounded to the param's dtype. The inner optimizer sees masters,
     gradients and state in `master_dtype`. Its trajectory is bit-identical to float32
-    training on the same gradients, cast inside the jitted step.
+    training on the same gradients, if these are cast to float32 inside the jitted step.
 
     - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
       Complex leaves are passed to `inner` unchanged. A Python float is a param, as
@@ -65,8 +65,8 @@ def mixed_precision(
       that are merged and set to zero. After float32 updates each edited element is its
       new master in the next step. After 16-bit updates an edit cannot be told from a
       rounding, and is undone: pass `update_dtype=jnp.float32`, or call `follow_params`.
-    - Give each param one optimizer. Two of them over the same 16-bit params undo each
-      other's steps, as an edit is undone. The guide to masters has the ways out.
+    - Give each param one optimizer. Two optimizers over the same 16-bit params undo
+      each other's steps. The guide to masters shows what to do instead.
     - An infinite param, such as the -inf of a mask, stays infinite until its master is
       NaN, and NaN stays NaN. To make such params finite, cast `master_params` again.
       Weight decay makes infinities NaN, as in float32 training: exclude a mask from it.
@@ -101,11 +101,11 @@ def mixed_precision(
         is cast as the gradients are.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation, or `storage` is neither
-            `FullCopy()` nor `Split()`.
+        TypeError: if `inner` is not a gradient transformation, or `storage` is not
+            `FullCopy()` or `Split()`.
         ValueError: if a dtype is not floating; at `init`, if the storage cannot keep
             the masters of a param, if a dtype is float64 without 64-bit types, or if no
-            16-bit param has a master because `master_dtype` is no wider.
+            16-bit param has a master because `master_dtype` is not wider.
 
     Example:
         >>> import jax.numpy as jnp
@@ -192,7 +192,8 @@ def _warn_of_cast(
 ) -> None:
     """Warn if the params were cast before `init`, although `param_dtype` is given.
 
-    Not under a trace: the state may be a template, into which masters are restored.
+    There is no warning under a trace: the state may be a template, into which masters
+    are restored.
     """
     leaves = zip(params.paths, params.values, stored, strict=True)
     given = [(path, x) for path, x, master in leaves if not _leaves.is_absent(master)]
@@ -201,9 +202,8 @@ def _warn_of_cast(
         path, param = given[0]
         warn(
             f"mixed_precision: param {_tree.spell(path)} is {_arrays.describe(param)} "
-            "at `init`, which `param_dtype` says that it will be cast to: masters "
-            "begin from rounded weights. Call `init` with the float32 params, and cast "
-            "them after it; or, if you have no others, leave `param_dtype` out."
+            "at `init`, which is its `param_dtype`: masters begin from rounded "
+            "weights; call `init` with the float32 params, or leave out `param_dtype`."
         )
 
 
@@ -266,7 +266,7 @@ class MasterStep:
         If so, a param with another value was edited. A float32 sum of params of 16 or 8
         bits is exact, and so is a float64 sum of float32 params. The exception is a
         weight that a step shrinks to less than 2^-15 (float16: 2^-12) of its value.
-        Such a param counts as edited and becomes its master, which so moves by at most
+        Such a param counts as edited and becomes its master, which moves by at most
         2^-23 of the old weight. None means that the param has no gradient and stays as
         exact as it was.
         """
@@ -349,7 +349,7 @@ class MasterStep:
 
 
 def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
-    """Return `update` `[...]` in a floating dtype; complex updates stay as they are."""
+    """Return `update` `[...]` in a floating dtype; complex updates are unchanged."""
     update = update if isinstance(update, jax.Array) else jnp.asarray(update)
     if not _dtypes.is_floating(update) or not jnp.issubdtype(dtype, jnp.floating):
         return update

@@ -19,7 +19,7 @@ from optax_mp.core.wrappers._mistakes import check_state_first
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
     """Return the loss times the loss scale in `opt_state`, in float32.
 
-    For loops that call `jax.grad` themselves; `value_and_grad` does it for you.
+    It is for loops that call `jax.grad` themselves. `value_and_grad` does it for you.
 
     Args:
         loss: floating `[]`.
@@ -30,9 +30,9 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
         The scaled loss, `[]`, float32 or wider.
 
     Raises:
-        TypeError: if `opt_state` is no optimizer state.
+        TypeError: if `opt_state` is not an optimizer state.
         ValueError: if the loss is not a floating scalar; if the state holds several
-            loss scales, or is of transforms in an order that does not work.
+            loss scales, or transforms in an order that does not work.
 
     Example:
         >>> import jax.numpy as jnp
@@ -57,11 +57,11 @@ def value_and_grad(
 
     Like `jax.value_and_grad`, but the loss is multiplied by the loss scale in
     `opt_state` before it is differentiated. The value is the unscaled loss. The
-    gradients are float32 and still scaled: pass them to `tx.update` as they are.
+    gradients are float32 and still scaled: pass them to `tx.update` unchanged.
 
-    In the chosen arguments floating and complex arrays are differentiated, and Python
-    floats, except in an Equinox module, where they are settings. Other leaves, such as
-    counters or the functions in an Equinox module, get None as their gradient.
+    Floating and complex arrays in the chosen arguments are differentiated. So are
+    Python floats, except in an Equinox module, where they are settings. Other leaves,
+    such as counters or the functions in an Equinox module, get None as their gradient.
 
     Warns if params or `amp` are float16 and nothing scales the loss, if `fun` scales
     its loss as well, and if nothing in `opt_state` looks like the state of an
@@ -81,8 +81,8 @@ def value_and_grad(
         TypeError: when called, if `opt_state` is missing or in another place, or if
             there is nothing to differentiate.
         ValueError: when called, if the loss is not a floating scalar; if the state
-            holds several loss scales, or is of transforms in an order that does not
-            work, such as `optax.MultiSteps` around a loss scale.
+            holds several loss scales, or transforms in an order that does not work,
+            such as `optax.MultiSteps` around a loss scale.
 
     Example:
         >>> import jax.numpy as jnp
@@ -114,16 +114,14 @@ def value_and_grad(
         is_unscaled = state is None and not has_scaled_itself
         if is_unscaled and "computes in float16" in events:
             _warnings.warn(
-                f"{caller}: gradients are computed in float16, and `opt_state` holds no"
-                " loss scale, so values below 6e-8 become 0; use bfloat16, or put "
-                "`optax_mp.dynamic_loss_scale` around the optimizer. Ignore this "
-                "MixedPrecisionWarning if the loss is scaled in another way."
+                f"{caller}: gradients are computed in float16, and `opt_state` holds "
+                "no loss scale; put `optax_mp.dynamic_loss_scale` around the "
+                "optimizer, or use bfloat16."
             )
         if state is not None and "scales its loss" in events:
             _warnings.warn(
-                f"{caller}: the function scales its loss, by `scale_loss` or by a "
-                f"`DynamicLossScale`, and `{caller}` scales it once more; return the "
-                "loss itself."
+                f"{caller}: the function scales its loss, and `{caller}` scales it "
+                "once more; return the loss itself."
             )
         return value, _tree.in_float32(grads)
 
@@ -137,8 +135,8 @@ def gradients_of(
 
     The factor is float32 `[]`, or None for 1. The value of `fun` is unscaled, and the
     gradients are multiplied by the factor, each `[...]` in the dtype of its param. In
-    16 bits, small ones would be lost when they are unscaled or accumulated: callers
-    bring them to float32.
+    16 bits, small ones would be lost when they are unscaled or accumulated, so callers
+    cast them to float32.
     """
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
@@ -202,6 +200,6 @@ def _differentiated(chosen: Any, args: Sequence[Any], caller: str) -> list[Any]:
         shown = " and ".join(_tree.summarize(args[i]) for i in chosen)
         raise TypeError(
             f"{caller}: expected floating arrays in the argument to differentiate, got "
-            f"{shown}; call as {call}, or choose another argument by `argnums`."
+            f"{shown}; call as {call}, or choose another by `argnums`."
         )
     return trees

@@ -27,12 +27,12 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscale gradients, skip steps with non-finite ones, and adapt the scale.
 
-    For float16, where gradients under 6e-8 become 0. Put it around the optimizer, and
-    take gradients of the scaled loss, with `value_and_grad` or `scale_loss`. Each
-    update divides them by the scale, in float32. If one of them is infinite or NaN, or
-    becomes so when it is divided, the step is skipped entirely: params, inner state,
-    counts and PRNG keys stay as they are, to the last bit except in a NaN, and the
-    scale shrinks. After `growth_interval` finite steps in a row the scale grows.
+    Use it for float16, in which gradients below 6e-8 become 0. Put it around the
+    optimizer, and take gradients of the scaled loss, with `value_and_grad` or
+    `scale_loss`. Each update divides them by the scale, in float32. If one of them is
+    infinite or NaN, or becomes so when it is divided, the step is skipped entirely:
+    params, inner state, counts and PRNG keys keep all their bits (except in a NaN), and
+    the scale shrinks. After `growth_interval` finite steps in a row the scale grows.
 
     Pass the unscaled loss, as `tx.update(grads, state, params, value=loss)`: if it is
     not finite either, the model or its data is to blame, and the skipped step does not
@@ -42,7 +42,7 @@ def dynamic_loss_scale(
     Without `inner` this is a link for `optax.chain`, which is weaker: in a skipped step
     it can only hand on zeros. A `mixed_precision` after it recognises them (they are
     negative zeros) and skips the step as well. Any other optimizer takes a step with
-    zero gradients: moments decay and counts go on. Under `shard_map` with sharded
+    zero gradients: moments decay and counts increase. Under `shard_map` with sharded
     params pass `inner`: no rank sees the gradients of the others.
 
     Scales of Flax's fp8 layers, under `_overwrite_with_gradient`, are refused, because
@@ -58,9 +58,10 @@ def dynamic_loss_scale(
         min_scale: its lower bound; may be less than 1.
         max_scale: its upper bound; growth that would pass it does not happen.
         hysteresis: overflows until the scale shrinks; from then on it shrinks at each.
-            Refilled when growth is due, as in Megatron-LM, not by every finite step.
+            This number is refilled when growth is due, as in Megatron-LM, not by every
+            finite step.
         axis_name: the mapped axes of ranks that must agree, under `shard_map` or
-            `pmap`. Under plain `jit` sharded gradients need nothing.
+            `pmap`. Under plain `jit`, sharded gradients need none.
 
     Returns:
         The transformation. Its updates have the dtype that `inner` gives to float32
@@ -113,12 +114,14 @@ def static_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscale gradients by a constant and skip steps with non-finite ones.
 
-    Like `dynamic_loss_scale` with a constant scale. By default, 1, it only skips steps.
+    It is like `dynamic_loss_scale` with a constant scale. With the default scale, 1, it
+    only skips steps.
 
     Args:
         inner: the optimizer; None for a link in a chain.
         scale: the loss scale.
-        axis_name: the mapped axes of ranks that must agree.
+        axis_name: the mapped axes of ranks that must agree, under `shard_map` or
+            `pmap`.
 
     Returns:
         The transformation.

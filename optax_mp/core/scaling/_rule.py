@@ -109,8 +109,8 @@ def adjust(
 ) -> Counters:
     """Return the counters after a step.
 
-    A step may be neither finite nor an overflow, if the loss itself is not finite. It
-    keeps the scale, and restarts the count of finite steps.
+    If the loss itself is not finite, a step is not finite and not an overflow. It keeps
+    the scale, and restarts the count of finite steps.
 
     Args:
         rule: the settings.

@@ -96,9 +96,9 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
         float32 `[]`; 1 if the state holds no loss scale.
 
     Raises:
-        TypeError: if `opt_state` is no optimizer state.
-        ValueError: if the state holds several loss scales, or is of transforms in an
-            order that does not work, such as `optax.MultiSteps` around a loss scale.
+        TypeError: if `opt_state` is not an optimizer state.
+        ValueError: if the state holds several loss scales, or transforms in an order
+            that does not work, such as `optax.MultiSteps` around a loss scale.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,9 +120,8 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
     if len(found) > 1:
         places = " and ".join("opt_state" + keystr(path) for path, _ in found)
         raise ValueError(
-            f"{caller}: expected one loss scale in `opt_state`, because a loss is "
-            f"multiplied by one, got {len(found)}, at {places}; put a single "
-            "dynamic_loss_scale around the whole optimizer."
+            f"{caller}: expected one loss scale in `opt_state`, got {len(found)}, at "
+            f"{places}; put a single `dynamic_loss_scale` around the whole optimizer."
         )
     if found:
         return found[0][1]
@@ -148,7 +147,7 @@ def check_loss_scale(
 
     With `grads` it warns if they are smaller than the scale makes plausible: then the
     loss was probably not scaled, or they were clipped or unscaled before `tx.update`,
-    which divides them by the scale all the same.
+    which divides them by the scale in any case.
 
     Args:
         opt_state: a state with a loss scale in it, at any depth of wrappers. A state
@@ -156,18 +155,18 @@ def check_loss_scale(
             `vmap` over seeds or `pmap`, one member is checked: one at its floor, or
             else the one with the most skipped steps.
         max_skipped: how many skipped steps in a row are accepted.
-        params: the params, to name the first leaf whose gradient was not finite in the
-            last skipped step. The first in the order of the tree, which need not be the
-            one where the NaN began. If the loss of that step, as `value`, was not
+        params: the params. With them the error names the first leaf, in the order of
+            the tree, whose gradient was not finite in the last skipped step; a NaN may
+            have begun in another leaf. If the loss of that step, as `value`, was not
             finite either, the error says so instead.
-        grads: the last gradients as `tx.update` got them, to see whether they are
-            scaled, and to name the leaf if there are no `params`. Or their norm, as
-            `optax.tree.norm(grads)`, which a step returns for less.
+        grads: the last gradients that `tx.update` got, to check whether they are
+            scaled, and to name the leaf if there are no `params`; or only their norm,
+            `optax.tree.norm(grads)`, which is cheaper to return from a step.
 
     Raises:
         FloatingPointError: if more than `max_skipped` steps in a row were skipped, or
-            the scale is at its floor; with the counters, the leaf, the member, and what
-            to do.
+            the scale is at its floor. The error gives the counters, the leaf, the
+            member, and what to do.
         TypeError: if called under `jit`, or if an argument is of the wrong kind.
         ValueError: if the state holds several loss scales.
 
@@ -207,17 +206,15 @@ def check_loss_scale(
     if is_at_floor(state):
         fault = f"the loss scale{whose} is at its floor, where small gradients are lost"
         remedy = (
-            "pass `tx.update(grads, state, params, value=loss)`, so that a NaN of the "
-            "model or its data keeps the scale; if the loss is finite in these steps, "
+            "pass `value=loss` to `tx.update`; if the loss is finite in these steps, "
             "lower `min_scale`"
         )
     elif state.skipped_count > max_skipped:
         count = state.skipped_count
         fault = f"{count} steps in a row{whose} were skipped, over {max_skipped}"
         remedy = (
-            "look for a NaN of the model or its data, or a learning rate at which "
-            "training diverges; if a lower scale ends this, start lower "
-            "or raise `max_skipped`"
+            "look for a NaN of the model or its data, lower the learning rate, or "
+            "raise `max_skipped`"
         )
     else:
         return
@@ -272,7 +269,7 @@ def _worst_member(state: LossScaleState, *trees: Any) -> tuple[Any, ...]:
 
 
 def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:
-    """Warn if gradients look plausible as they are, but not once they are unscaled.
+    """Warn if gradients look plausible, but would not once they are unscaled.
 
     A gradient of 0.1 may be a large one that was unscaled by hand, or a scaled one of
     1e-6. Only the size of all together tells: few models that train have a smaller one.
@@ -284,8 +281,6 @@ def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:
     if _SMALL_NORM <= norm < _SMALL_NORM * state.scale:
         warn(
             f"check_loss_scale: expected a norm of {_SMALL_NORM} or more for the "
-            f"unscaled gradients, got {norm / state.scale:.1g}; `grads` were probably "
-            "never scaled, or clipped or unscaled before `tx.update`. Take them with "
-            "`optax_mp.value_and_grad`, and clip inside, as "
-            "`optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
+            f"unscaled gradients, got {norm / state.scale:.1g}; pass scaled `grads`, "
+            "as `optax_mp.value_and_grad` returns them."
         )

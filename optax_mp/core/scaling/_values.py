@@ -49,7 +49,7 @@ class _LossScale:
     def unscale(self, tree: _tree.PyTree) -> _tree.PyTree:
         """Divide floating leaves by the factor; 16-bit ones become float32.
 
-        The next values of Flax's fp8 scales, which are no gradients, raise an error.
+        The next values of Flax's fp8 scales, which are not gradients, raise an error.
         """
         refuse_overwritten(tree, f"{type(self).__name__}.unscale")
         return divide(tree, self.loss_scale)
@@ -182,9 +182,9 @@ def dynamic_scale_value_and_grad(
 ) -> Callable[..., Any]:
     """Return `f(*args, loss_scale) -> (new_loss_scale, (value, grads))`.
 
-    For loops that hold a `DynamicLossScale` and no optimizer state. The gradients are
-    for the first argument, float32 and unscaled, and the loss scale is adjusted. If the
-    loss or a gradient is not finite, the same batch is tried again with the lower
+    It is for loops that hold a `DynamicLossScale` and no optimizer state. The gradients
+    are for the first argument, float32 and unscaled, and the loss scale is adjusted. If
+    the loss or a gradient is not finite, the same batch is tried again with the lower
     scale, up to `redo_on_nan` times. If the last try fails as well, its gradients are
     returned, so check them with `all_finite`.
 
@@ -270,8 +270,7 @@ def _with_retries(fun: Any, has_aux: bool, redo_on_nan: int, caller: str) -> Any
             raise TypeError(
                 f"{caller}: expected `loss_scale` to be a loss scale such as "
                 "`optax_mp.DynamicLossScale(2.0**15)`, got "
-                f"{_arrays.describe(loss_scale)}; call as f(params, ..., "
-                "loss_scale=loss_scale)."
+                f"{_arrays.describe(loss_scale)}; call f(..., loss_scale=loss_scale)."
             )
         first = attempt(loss_scale, args, kwargs)
         if not redo_on_nan:

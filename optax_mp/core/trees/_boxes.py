@@ -1,8 +1,8 @@
 """Framework boxes around single arrays, detected structurally.
 
 `nnx.Variable`, Linen's `Partitioned`, haliax's `NamedArray`: a box is a pytree node
-with one child, which is a leaf, and is neither a mapping nor a sequence. Frameworks
-look into boxes for arrays, and map functions over a state and its shardings. So in our
+with one child, which is a leaf, and is not a mapping or a sequence. Frameworks look
+into boxes for arrays, and map functions over a state and its shardings. So in our
 states a box holds one array, like the param's box. If the array is absent, so is its
 box. A module of one array, such as `equinox.nn.Embedding`, passes for a box.
 
@@ -36,7 +36,7 @@ def one_level(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def flatten_slots(tree: PyTree) -> tuple[list[Any], Any]:
-    """Flatten a tree with its boxes for leaves, as many as without."""
+    """Flatten a tree whose leaves are its boxes, or arrays that are not in a box."""
     return jax.tree.flatten(tree, is_leaf=is_box)
 
 

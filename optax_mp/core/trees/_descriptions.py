@@ -123,7 +123,7 @@ def follow_sharding(
 def fill_spec(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
     """Return a spec with the entries of another where it is unconstrained.
 
-    Except for an entry that names a mesh axis which the spec itself uses: there the
+    An entry that names a mesh axis which the spec itself uses is left out: there the
     array is not sharded.
     """
     given = {name for dim in range(len(spec)) for name in _arrays.axis_names(spec, dim)}

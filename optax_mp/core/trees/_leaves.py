@@ -1,6 +1,6 @@
 """The leaves of a tree with their paths, and other trees matched to it leaf by leaf.
 
-If the tree has boxes (see `_boxes.py`), a leaf is matched with its box.
+If the tree has boxes of a framework, a leaf is matched with its box.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ def contents_of(tree: _tree.PyTree, like: _tree.PyTree) -> list[Any] | None:
     if is_absent(tree):
         return [tree] * len(_boxes.flatten_slots(like)[0])
     own, theirs = _boxes.one_level(like), _boxes.one_level(tree)
-    # Not by what else is in the structure: a box may say something else of each array.
+    # Other parts of the structure are not compared: metadata of boxes may differ.
     if type(tree) is not type(like) or [k for k, _ in theirs] != [k for k, _ in own]:
         return None
     if not own or not own[0][0]:

@@ -97,8 +97,8 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
     A subtree with the structure of the params, such as `[0].mu`, belongs to the params
     leaf by leaf. For a param it may have nothing, several arrays (codes and scales, the
     lists of `optax.sm3`), or any pytree of arrays whose last axes are the param's. If
-    the params are a tuple, the state of a chain with as many links has their structure.
-    It does not belong to them leaf by leaf if there are such subtrees in it.
+    the params are a tuple, the state of a chain with as many links also has their
+    structure. It belongs to them leaf by leaf only if no subtree in it does.
 
     Args:
         tree: a state, or any tree that contains trees like the params.
@@ -192,5 +192,5 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
         raise ValueError(
             f"{caller}: expected `opt_state` as the optimizer made it, got a "
             f"{type(opt_state).__name__} in which a state has lost its class; restore "
-            "the checkpoint into `tx.init(params)`, and pass an `nnx.Optimizer` itself."
+            "the checkpoint into `tx.init(params)`."
         )

@@ -71,7 +71,7 @@ def slash_path(path: tuple[Any, ...]) -> str:
 def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Cast the floating-point arrays of `tree`; every other leaf passes through.
 
-    Counters, PRNG keys, flags, strings and static leaves stay as they are, so a whole
+    Counters, PRNG keys, flags, strings and static leaves are unchanged, so a whole
     model or optimizer state can be cast in one call. The cast rounds to nearest even.
     As with `astype`, values out of the range of `dtype` become infinity or NaN. Leaves
     that have the dtype are not copied: donate the result or `tree`, not both.
@@ -153,9 +153,9 @@ def all_true(flags: Sequence[jax.Array]) -> jax.Array:
 def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     """Return `on_true` if the scalar `pred` holds, else `on_false`.
 
-    One `lax.cond` over the whole tree: a `where` on each leaf reads both trees, and can
-    take minutes to compile for hundreds of leaves. Leaves that are not arrays must be
-    equal on both sides and pass through.
+    This is one `lax.cond` over the whole tree: a `where` on each leaf reads both trees,
+    and can take minutes to compile for hundreds of leaves. Leaves that are not arrays
+    must be equal on both sides and pass through.
 
     Args:
         pred: bool `[]`, or a plain bool.
@@ -166,8 +166,9 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
         A tree with the structure of both.
 
     Raises:
-        TypeError: if `pred` is not a scalar; JAX's, if a shape or dtype differs.
-        ValueError: if a static leaf differs; JAX's, if the structure does.
+        TypeError: if `pred` is not a bool scalar; from JAX, if a shape or dtype
+            differs.
+        ValueError: if a static leaf differs; from JAX, if the structure does.
 
     Example:
         >>> import jax.numpy as jnp
@@ -265,9 +266,9 @@ def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
 def copy_shared(state: PyTree, others: PyTree) -> PyTree:
     """Copy each array of `state` that `others` or another of its leaves also holds.
 
-    Then all can be donated. Some optimizers keep the params given to `init`, or the
-    same zeros in two places. Under `jit` a copy costs nothing. An array of a weak type
-    is also copied, and its copy has the strong type.
+    All of them can then be donated. Some optimizers keep the params given to `init`, or
+    the same zeros in two places. Under `jit` a copy costs nothing. An array of a weak
+    type is also copied, and its copy has the strong type.
     """
     seen = {id(leaf) for leaf in jax.tree.leaves(others)}
 

@@ -1,4 +1,4 @@
-"""What every wrapper of an optimizer is made of.
+"""The parts of every wrapper of an optimizer.
 
 - `_protocol`: what a wrapper tells the transformation inside, and one update of it.
 - `_arguments`: params, gradients and state of an update, matched and checked.

@@ -27,16 +27,16 @@ def check_own_state(state: Any, kind: type, caller: str, **settings: Any) -> Non
     """
     if not isinstance(state, kind):
         raise TypeError(
-            f"{caller}: expected `state` to be the {kind.__name__} that `init` of this "
-            f"transform returns, got {_tree.summarize(state)}; call {_UPDATE}, and "
-            "convert a state without this transform with `optax_mp.convert_opt_state`."
+            f"{caller}: expected `state` to be the {kind.__name__} that `init` "
+            f"returns, got {_tree.summarize(state)}; call {_UPDATE}, and convert "
+            "another state with `optax_mp.convert_opt_state`."
         )
     for name, wanted in settings.items():
         if (own := getattr(state, name)) != wanted:
             raise ValueError(
-                f"{caller}: expected a state made with {wanted}, as this transform has "
-                f"it, got one made with {own}; call `init` again, or convert it "
-                "with `optax_mp.convert_opt_state`."
+                f"{caller}: expected a state made with {wanted}, got one made with "
+                f"{own}; call `init` again, or convert it with "
+                "`optax_mp.convert_opt_state`."
             )
 
 
@@ -140,7 +140,7 @@ def _cast_gradient(inner_param: Any, grad: Any) -> Any:
 
 
 def check_gradients(params: _tree.PyTree, grads: _tree.PyTree, caller: str) -> None:
-    """Raise unless each param has a gradient that can be its own.
+    """Raise unless the gradient of each param fits it.
 
     Skipped without params, and if `optax.lookahead` passes two copies of them.
     """
@@ -150,7 +150,7 @@ def check_gradients(params: _tree.PyTree, grads: _tree.PyTree, caller: str) -> N
 
 
 def match_gradients(params: Leaves, grads: _tree.PyTree) -> list[Any]:
-    """Return the gradient of each param; raise unless it can be its own."""
+    """Return the gradient of each param; raise unless it fits the param."""
     matched = params.match(grads, "the gradients")
     for path, param, grad in zip(params.paths, params.values, matched, strict=True):
         is_trained, is_float = map(_dtypes.is_inexact, (param, grad))
@@ -189,17 +189,16 @@ def warn_of_gradients(params: Leaves, grads: Sequence[Any]) -> None:
         if grad is None and _dtypes.is_inexact(param):
             warn(
                 f"{params.caller}: expected a gradient of {_tree.spell(path)}, got "
-                f"None for the param {describe(param)}; if this param is not trained, "
-                "wrap the optimizer in `optax.masked`, or let its gradient be zero."
+                f"None for the param {describe(param)}; if it is not trained, wrap the "
+                "optimizer in `optax.masked`, or pass zeros."
             )
             break
     for path, _, grad in leaves:
         if getattr(grad, "dtype", None) == jnp.float16:
             warn(
                 f"{params.caller}: the gradient of {_tree.spell(path)} is "
-                f"{describe(grad)}. In float16, values below 6e-8 become 0: put "
-                "`dynamic_loss_scale` around the optimizer, and take gradients with "
-                "`value_and_grad`. If you scale the loss yourself, cast them to "
-                "float32 and unscale them."
+                f"{describe(grad)}, in which values below 6e-8 become 0; put "
+                "`dynamic_loss_scale` around the optimizer, or unscale gradients "
+                "yourself, in float32."
             )
             return

@@ -82,9 +82,9 @@ def choose_step(
 def _choose_where_computed(closed: Any, at: int) -> Any:
     """Return a jaxpr with its choices moved to where values are computed.
 
-    A choice is a `select_n` by the input `at`, or by what is made of only that, between
-    another input and a value that is chosen once. All later equations read the chosen
-    value.
+    A choice is a `select_n` between another input and a value that is chosen once. It
+    chooses by the input `at`, or by a value that is computed from it alone. All later
+    equations read the chosen value.
     """
     # Variables by `id`, since not every literal among the inputs has a hash.
     jaxpr = closed.jaxpr
@@ -158,10 +158,10 @@ _may_be_marked: ContextVar[bool] = ContextVar("may_be_marked", default=True)
 
 @contextmanager
 def no_link_before() -> Iterator[None]:
-    """Let optimizers look for no mark: their gradients come straight from a loss.
+    """Keep optimizers from looking for a mark: their gradients come from a loss.
 
-    Not an extra argument, because optimizers may be in wrappers of others, which pass
-    on none of this package.
+    This is not an extra argument, because wrappers of other packages around the
+    optimizers would not pass it on.
     """
     token = _may_be_marked.set(False)
     try:
@@ -182,8 +182,8 @@ def hand_on(finite: jax.Array, unscaled: _tree.PyTree) -> _tree.PyTree:
 def is_unmarked(grads: _tree.PyTree, extra_args: Mapping[str, Any]) -> _updates.Choice:
     """Return whether to take the step, as bool `[]`; True if there cannot be a mark.
 
-    A link hands on float32 or wider gradients. So there is no mark if one has 16 bits.
-    Nor is there one if the wrapper directly around decides what is skipped.
+    A link hands on float32 or wider gradients, so 16-bit gradients have no mark. There
+    is also no mark if the wrapper directly around decides which steps are skipped.
     """
     may_be_marked = _a_link_ran.is_set() and _may_be_marked.get()
     if not may_be_marked or _protocol.context_of(extra_args).proceed is not True:

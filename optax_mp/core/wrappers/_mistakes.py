@@ -44,9 +44,8 @@ def refuse_overwritten(tree: _tree.PyTree, caller: str) -> None:
         if not _OVERWRITTEN.isdisjoint(path):
             raise ValueError(
                 f"{caller}: expected weights and their gradients, got an fp8 scale at "
-                f"{_tree.spell(path)}, which its layer returns anew in the place of "
-                "a gradient; keep it from the optimizer, and put the new one in its "
-                "place, as `flax.training.train_state.TrainState` does."
+                f"{_tree.spell(path)}, whose gradient is its next value; keep it from "
+                "the optimizer, as Flax's `TrainState` does."
             )
 
 
@@ -85,13 +84,12 @@ def warn_unless_state(opt_state: Any, caller: str) -> None:
         return
     warn(
         f"{caller}: `opt_state` is {_tree.summarize(opt_state)}, in which nothing "
-        "looks like an optimizer state or a loss scale; pass what `tx.init(params)` "
-        "returned."
+        "looks like an optimizer state; pass what `tx.init(params)` returned."
     )
 
 
 def check_state_first(opt_state: Any, params: Any, caller: str, call: str) -> None:
-    """Raise if `opt_state` is no state, or if state and params are swapped.
+    """Raise if `opt_state` is not a state, or if state and params are swapped.
 
     Args:
         opt_state: what the user passed as the state.
@@ -138,7 +136,7 @@ def check_init_params(params: Any, caller: str) -> Any:
             return leaf
         raise TypeError(
             f"{caller}: expected param {_tree.spell(path)} to be an array or a number, "
-            f"got {leaf!r}; take it out of the params, as `equinox.filter(model, "
+            f"got {leaf!r}; take it out, as `equinox.filter(model, "
             "equinox.is_inexact_array)` does."
         )
 
@@ -170,14 +168,15 @@ def check_nesting(opt_state: _tree.PyTree, caller: str) -> None:
 def _check_order(links: tuple[Any, ...], caller: str, at: str) -> None:
     """Raise if a loss scale comes after masters in a chain."""
     for i, link in enumerate(links):
-        # One with an optimizer inside may be beside the masters, as of another model.
+        # A loss scale with an optimizer inside may be beside the masters: it is that of
+        # another model.
         scales = [node for _, node in nodes_of(link) if _is_scale(node)]
         is_link = any(isinstance(x.inner_state, optax.EmptyState) for x in scales)
         if is_link and any(map(_ends_in_masters, links[:i])):
             raise ValueError(
-                f"{caller}: expected the loss scale before `mixed_precision`, got {at} "
-                "of a chain with it after, where it divides the updates by the scale; "
-                "put `optax_mp.dynamic_loss_scale` around the whole optimizer."
+                f"{caller}: expected the loss scale before `mixed_precision`, got it "
+                f"after, in the chain {at}; put `optax_mp.dynamic_loss_scale` around "
+                "the whole optimizer."
             )
 
 

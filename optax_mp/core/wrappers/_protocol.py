@@ -6,8 +6,8 @@ of this package, a `Context`. It says whether the step is taken, which only wrap
 outside may know: a loss scale, or `mixed_precision` behind a link. Transformations of
 others never see it.
 
-A wrapper of a user's own may be written in the same way. This one counts the steps that
-were taken, behind whatever decides that:
+You can write a wrapper of your own in the same way. This one counts the steps that are
+taken, whichever wrapper around it decides that:
 
     >>> import jax.numpy as jnp
     >>> import optax
@@ -157,7 +157,6 @@ def _check_shapes(
         if getattr(x, "shape", ()) != getattr(y, "shape", ()):
             raise ValueError(
                 f"{caller}: expected {what} made by `inner` at {_tree.spell(path)} to "
-                f"have the shape of {describe(y)}, got {describe(x)}; the gradient or "
-                "the state is of other params (call `init` again), or `inner` changes "
-                "it."
+                f"have the shape of {describe(y)}, got {describe(x)}; call `init` "
+                "again for other params."
             )

@@ -1,4 +1,4 @@
-"""What is added to a param: in a step, in one that is skipped, and if nothing is."""
+"""What is added to a param: in a step, in a skipped step, and without an update."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def difference(target: jax.Array, start: jax.Array) -> jax.Array:
 def select(proceed: Choice, new: Any, old: Any) -> jax.Array:
     """Return the new value `[...]` if a step is taken, else the old one.
 
-    In the dtype of the new one.
+    It has the dtype of the new value.
     """
     # Some optimizers widen their state at the first step.
     if new.dtype != old.dtype:
@@ -51,7 +51,7 @@ def or_negative_zeros(proceed: Choice, value: Any) -> Any:
     """Return an update, or negative zeros if the step is skipped.
 
     Adding negative zero changes no param, not even one of -0.0. Integers have only one
-    zero. Leaves that are not numbers are always returned as they are.
+    zero. Leaves that are not numbers are always returned unchanged.
     """
     if isinstance(value, int | float | complex):
         value = jnp.asarray(value)
@@ -65,8 +65,8 @@ def or_negative_zeros(proceed: Choice, value: Any) -> Any:
 def or_no_change(update: Any, param: Any) -> Any:
     """Return an update; zeros `[...]` like the param if it is None or float0.
 
-    These cannot be added to an array. So params that are not differentiated, or are
-    frozen by a gradient of None, pass through `optax.apply_updates`.
+    None and float0 cannot be added to an array. So params that are not differentiated,
+    or are frozen by a gradient of None, pass through `optax.apply_updates`.
     """
     if update is not None and getattr(update, "dtype", None) != jax.dtypes.float0:
         return update
@@ -94,7 +94,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def choose_if_on_host(proceed: Choice, new: Any, old: Any) -> Any:
-    """Return a leaf of a new state; if it was in host memory, chosen on the device."""
+    """Return the chosen leaf of a state if it is in host memory, else the new one."""
     if not _arrays.is_on_host(old):
         return new
     new = _arrays.to_device(new) if _arrays.is_on_host(new) else new
