@@ -7,11 +7,15 @@ import pytest
 
 
 def mostly_slow(
-    names: str | tuple[str, ...], cases: Iterable[Any], by_default: Callable[..., bool]
+    names: str | tuple[str, ...],
+    cases: Iterable[Any],
+    by_default: Callable[..., bool],
+    **settings: Any,
 ) -> pytest.MarkDecorator:
     """Parametrise over `cases`; mark as slow where `by_default` of one is false.
 
     With several names a case is a tuple, and `by_default` takes its members.
+    `settings` are those of `pytest.mark.parametrize`.
     """
     several = not isinstance(names, str)
     parameters = [
@@ -23,4 +27,4 @@ def mostly_slow(
     ]
     if all(parameter.marks for parameter in parameters):
         raise ValueError(f"mostly_slow: the default run has no case of {names}")
-    return pytest.mark.parametrize(names, parameters)
+    return pytest.mark.parametrize(names, parameters, **settings)
