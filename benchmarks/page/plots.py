@@ -122,7 +122,7 @@ def draw_language(figure: Any, records: Records) -> None:
     for panel, (name, title) in zip(panels, LONG_RUNS.items(), strict=True):
         rows = {row["form"]: row for row in next(iter(records[name].tables.values()))}
         steps = rows["float32"]["steps"]
-        for form in ("plain bf16", "masters", "compact"):
+        for form in (x for x in ("plain bf16", "masters", "compact") if x in rows):
             curves = (rows[x]["curve"] for x in (form, "float32"))
             pairs = zip(*curves, strict=False)  # some forms have fewer seeds
             gaps = [smooth(np.subtract(*pair)) for pair in pairs]
@@ -152,45 +152,40 @@ def mean_and_half(cell: str) -> tuple[float, float]:
     return float(mean), float(half or "0")
 
 
+def draw_rates(figure: Any, records: Records) -> None:
+    """How far each form goes by the learning rate, as a share of the exact way."""
+    tables = {"from 1.0": "a norm's scale of 1.0", "from N(0, 0.02)": "N(0, 0.02)"}
+    panels = figure.subplots(1, len(tables), sharey=True)
+    for panel, (table, title) in zip(panels, tables.items(), strict=True):
+        for place, row in enumerate(records["rates"].tables[table]):
+            form = row["form"].split()[0] if row["form"][-1].isdigit() else row["form"]
+            cells = {float(k): float(v) for k, v in row.items() if k != "form"}
+            style = style_of(form) | MARKERS[place]
+            panel.plot(*zip(*cells.items(), strict=True), **style, label=form)
+        panel.set(xscale="log", xlabel="learning rate", title=title, ylim=(-0.05, 1.15))
+        panel.invert_xaxis()
+    panels[0].set_ylabel("way / the exact way")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right center", fontsize=8)
+
+
 def draw_gradient_release(figure: Any, records: Records) -> None:
-    """What a training step holds, from the first layer to the optimizer's step."""
-    (rows,) = records["training_step_release"].tables.values()
-    panels = figure.subplots(1, 2, sharey=True)
+    """What a training step holds, with the optimizer's step apart and released."""
+    rows = {x["step"]: x for x in records["training_step"].tables["1.3B on one H100"]}
+    panels = figure.subplots(1, 2, sharex=True)
     for panel, form in zip(panels, ("masters", "compact"), strict=True):
-        for end, name in (("", "separate step"), (", release", "released")):
-            (row,) = (x for x in rows if x["step"] == f"{form} unclipped{end}")
-            weights = row["gradients GB"] / 2  # of which the record has float32 ones
-            held, color = row["state GB"] + weights, RELEASED[name]
-            of_layers = weights * (1 / LAYERS if end else 1)
-            points = timeline(held, row["peak GB"], of_layers)
-            panel.plot(*zip(*points, strict=True), color=color, label=name)
-            panel.text(1.1, row["peak GB"], f"{row['peak GB']:.1f}", color=color)
-        panel.axhspan(0, held, color="0.93", lw=0)
-        panel.text(0.05, held / 2, "params and state", color="0.4")
-        panel.set(title=form, ylim=(0, 24), xticks=(0.5, 1.5, 2.25))
-        panel.set_xticklabels(["forward", "backward", "step"])
-    panels[0].set_ylabel("GB, 1.3 billion weights, H100")
-    panels[0].legend(loc="lower right")
+        for place, end in enumerate((", release", "")):
+            row = rows[form + end]
+            held = row["peak GB"] - row["temporaries GB"]
+            beside = row["temporaries GB"]
+            panel.barh(place, held, color="0.85")
+            panel.barh(place, beside, left=held, color=RELEASED[end])
+            panel.text(row["peak GB"], place, f" {row['peak GB']:.1f}", va="center")
+        panel.set(title=form, xlim=(0, 26), xlabel="GB: params and state, temporaries")
+        panel.set_yticks((0, 1), ("released", "separate step"))
 
 
-# Of 1.3 billion weights and 4 sequences of 1024 tokens: layers, and the GB that these
-# hand on and keep for the backward pass.
-LAYERS, ACTIVATIONS = 24, 0.4
-RELEASED = {"separate step": "#999999", "released": "#CC79A7"}
-
-
-def timeline(held: float, peak: float, gradients: float) -> list[tuple[float, float]]:
-    """Return times and sizes; XLA holds all gradients from the loss on."""
-    return [
-        (0, held),
-        (1, held + ACTIVATIONS),
-        (1, peak),  # the logits
-        (1.06, peak),
-        (1.06, held + ACTIVATIONS + gradients),
-        (2, held + gradients),
-        (2.5, held + gradients),
-        (2.5, held),
-    ]
+RELEASED = {"": "#999999", ", release": "#CC79A7"}
 
 
 class Plot(NamedTuple):
@@ -212,7 +207,8 @@ PLOTS = {
     "width": Plot(3.0, draw_width, ("width",)),
     "finetune": Plot(3.8, draw_finetune, ("finetune",)),
     "language": Plot(3.0, draw_language, tuple(LONG_RUNS)),
-    "gradient_release": Plot(3.0, draw_gradient_release, ("training_step_release",)),
+    "rates": Plot(3.0, draw_rates, ("rates",)),
+    "gradient_release": Plot(2.0, draw_gradient_release, ("training_step",)),
 }
 
 

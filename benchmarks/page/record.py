@@ -45,15 +45,12 @@ FORMATS = {
 }
 # Times that no record has: results from before times were kept, or none at all.
 ABOUT = {
-    "accelerators": "about 5 h",
-    "convergence": "about 90 min",
     "evidence": "20 s",
-    "finetune": "about 60 min",
-    "host_memory": "about 15 min",
+    "fingerprints": "10 s",
     "language": "about 5 h",
     "on_device": "up to 9 min",
-    "rates": "about 20 min",
-    "training_step": "30 min each",
+    "reinforcement": "about 10 min",
+    "training_step": "about 30 min",
     "walk": "10 s",
 }
 NOT_FINITE = "NaN"

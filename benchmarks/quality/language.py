@@ -51,7 +51,6 @@ from finetune import (
     clipped_muon,
     half_width,
     interval,
-    moments_to_nearest,
     signs,
 )
 from the_demo import (
@@ -61,7 +60,6 @@ from the_demo import (
     make_loss,
     make_steps,
     read_corpus,
-    scaled,
 )
 
 import optax_mp
@@ -118,9 +116,6 @@ FORMS = [
     Form("float32", "float32"),
     Form("plain bf16", "bfloat16"),
     Form("masters", "bfloat16", optax_mp.mixed_precision),
-    Form("masters, bf16 moments to nearest", "bfloat16", moments_to_nearest),
-    Form("stochastic rounding", "bfloat16", optax_mp.stochastic_rounding),
-    Form("f16, loss scale", "float16", scaled, optax_mp.value_and_grad),
     Form("compact", "bfloat16", compact),
 ]
 FORMS = {form.name: form for form in FORMS}
@@ -199,9 +194,7 @@ def init_wide(key: jax.Array, settings: Settings) -> Any:
 IN_SHORT = ("float32", "masters", "compact", "plain bf16")  # In this order.
 TASKS = {
     "library": Task(SETTINGS, read_library, clipped_adamw, IN_SHORT),
-    "nanogpt": Task(
-        NANOGPT, read_corpus, partial(clipped_adamw, b2=0.99), tuple(FORMS)
-    ),
+    "nanogpt": Task(NANOGPT, read_corpus, partial(clipped_adamw, b2=0.99), IN_SHORT),
     "muon": Task(NANOGPT, read_corpus, clipped_muon, IN_SHORT),
     "zipf": Task(ZIPF, make_text, clipped_adamw, IN_SHORT, init_wide),
 }
