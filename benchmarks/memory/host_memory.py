@@ -58,19 +58,14 @@ class Case(NamedTuple):
 
 ONE = {
     "masters": Case(lambda: masters(adamw())),
-    "masters, 8 leaves": Case(lambda: masters(adamw()), leaves=8),
     "masters, loss scale": Case(lambda: scaled(masters(adamw()))),
     "masters, clipped gradients": Case(lambda: masters(clipped(adamw()))),
     "compact": Case(lambda: compact(adamw())),
     "compact, 24 stacked layers": Case(lambda: compact(adamw()), leaves=1, layers=24),
-    "compact, loss scale": Case(lambda: scaled(compact(adamw()))),
-    "LAMB": Case(lambda: masters(optax.lamb(1e-3))),
-    "Adafactor": Case(lambda: masters(optax.adafactor(1e-3))),
-    "Muon": Case(lambda: masters(optax.contrib.muon(1e-3))),
 }
 SHARDED = {
     name: ONE[name]._replace(side=4 * SIDE, devices=8)
-    for name in ("masters", "masters, clipped gradients", "compact", "LAMB")
+    for name in ("masters", "compact")
 }
 
 
