@@ -49,7 +49,7 @@ def release_gradients(
     gradient is not finite, all layers and `rest` skip the step together, as with
     `optax.apply_if_finite` around both optimizers.
 
-    `max_norm`, a loss scale and `optax.apply_if_finite` take 1.6 times the operations
+    `max_norm`, a loss scale and `optax.apply_if_finite` take 1.65 times the products
     of a step, because the gradients are computed twice: the first pass measures and
     frees them, the second takes the steps. The gradients of `rest` are clipped, NaN in
     a skipped step, and still scaled.
