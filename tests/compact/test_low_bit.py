@@ -100,11 +100,6 @@ def bare_loss(name):
     return fitted(name, EVERY[name]())[0]
 
 
-def first_noises(steps):
-    stacked = noises(steps)
-    return [jax.tree.map(lambda n, i=i: n[i], stacked) for i in range(steps)]
-
-
 # The codes of each quantized array: unsigned if it is under a root, signed if it decays,
 # 16 bits if it reaches a product. All else stays in full precision.
 CODES = {
@@ -159,27 +154,6 @@ def test_what_is_quantized_and_with_which_codes(name):
             assert leaf.scales.dtype == jnp.bfloat16
         else:
             assert avals(leaf) == avals(plain)
-
-
-def test_state_is_stable_compiles_once_and_can_be_donated_after_init():
-    tx = low_bit("adamw")
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(carry, noise):
-        traces.append(1)
-        return step_function("adamw", tx)(carry, noise)
-
-    params = example()
-    carry = (params, jax.jit(tx.init)(params))
-    before = avals(carry)
-    assert avals(jax.eval_shape(tx.init, params)) == avals(carry[1])
-    for i, noise in enumerate(first_noises(3)):
-        carry = step(carry, noise)
-        assert avals(carry) == before
-        assert int(carry[1].step_count) == i + 1
-    assert len(traces) == 1
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(carry[0]))
 
 
 # By how much the loss may be off, where not 3%. What takes signs is chaotic: another
@@ -413,44 +387,6 @@ def test_small_columns_are_resolved_beside_large_ones():
     exact = run(adam)
     error = run(low_bit_state(adam)) - exact
     assert jnp.linalg.norm(error) / jnp.linalg.norm(exact) < 0.15
-
-
-def in_linen(x):
-    return pytest.importorskip("flax.linen").Partitioned(x, names=("rows", "columns"))
-
-
-def in_nnx(x):
-    return pytest.importorskip("flax.nnx").Param(x)
-
-
-def in_haliax(x):
-    haliax = pytest.importorskip("haliax")
-    return haliax.named(x, ("rows", "columns"))
-
-
-def in_equinox(x):
-    return pytest.importorskip("equinox").nn.Embedding(weight=x)
-
-
-@pytest.mark.parametrize("box", [in_linen, in_nnx, in_haliax, in_equinox])
-def test_codes_in_boxes_are_those_without(box):
-    tx = low_bit_state(optax.adam(1e-2), min_size=1)
-
-    @jax.jit
-    def step(params):
-        grads = jax.tree.map(jnp.sin, params)
-        updates, state = tx.update(grads, tx.init(params), params)
-        return optax.apply_updates(params, updates), state
-
-    plain = jnp.linspace(-1, 1, 128 * 64).reshape(128, 64)
-    boxed, state = step({"w": box(plain)})
-    assert as_bits((boxed, state)) == as_bits(step({"w": plain}))
-    codes, scales = state.inner_state[0].nu["w"]
-    assert type(codes) is type(boxed["w"])
-    # Haliax's box knows the size of each axis.
-    assert type(scales) is type(plain if box is in_haliax else codes)
-    # The second step has the types of the first.
-    assert avals(jax.eval_shape(tx.update, boxed, state, boxed)[1]) == avals(state)
 
 
 def test_updates_are_differentiated_as_without_codes():

@@ -1,14 +1,13 @@
 """stochastic_rounding: 16-bit params that follow float32 on average."""
 
 import functools
-import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparison import as_bits, avals
+from comparison import as_bits
 from reference import rounded
 
 from optax_mp import low_bit_state, stochastic_rounding
@@ -77,70 +76,6 @@ def test_each_step_lands_on_a_neighbour_of_what_float32_has(dtype, grad_dtype):
     # Unbiased: 5 standard errors.
     assert abs(total) < 5 * np.sqrt(sides)
     assert as_bits(state.inner_state[0].count) == as_bits(bare_state[0].count)
-
-
-def mixed_tree():
-    rng = np.random.default_rng(0)
-    return {
-        "b16": jnp.asarray(rng.standard_normal((8, 16)), jnp.bfloat16),
-        "f16": jnp.asarray(rng.standard_normal(16), jnp.float16),
-        "f32": jnp.asarray(rng.standard_normal((4, 4)), jnp.float32),
-        "count": jnp.arange(3),
-        "none": None,
-    }
-
-
-def mixed_gradients(params, step, dtype=None):
-    rng = np.random.default_rng(step + 1)
-
-    def gradient(p):
-        if not jnp.issubdtype(p.dtype, jnp.floating):
-            return jnp.zeros_like(p)
-        return jnp.asarray(rng.standard_normal(p.shape), dtype or p.dtype)
-
-    return jax.tree.map(gradient, params)
-
-
-def run(tx, steps, start=None, first=0):
-    params = mixed_tree()
-    carry = start or (params, tx.init(params))
-    step = jax.jit(tx.update)
-    for i in range(first, steps):
-        params, state = carry
-        updates, state = step(mixed_gradients(params, i), state, params)
-        carry = (optax.apply_updates(params, updates), state)
-    return carry
-
-
-def test_leaves_of_all_kinds_in_one_tree():
-    tx = stochastic_rounding(optax.adamw(1e-2))
-    params, state = run(tx, 5)
-    assert avals(state) == avals(tx.init(mixed_tree()))
-    assert avals(params) == avals(mixed_tree())
-    assert as_bits(params["count"]) == as_bits(mixed_tree()["count"])
-    # The float32 leaf is the bare optimizer's, bit for bit.
-    alone, bare = mixed_tree()["f32"], optax.adamw(1e-2)
-    bare_state = bare.init(alone)
-    update = jax.jit(bare.update)
-    for i in range(5):
-        grads = mixed_gradients(mixed_tree(), i)["f32"]
-        updates, bare_state = update(grads, bare_state, alone)
-        alone = optax.apply_updates(alone, updates)
-    np.testing.assert_allclose(params["f32"], alone, rtol=1e-6)
-    assert isinstance(state.inner_state[0].mu["count"], optax.MaskedNode)
-    moments = [x for x in jax.tree.leaves(state) if x.ndim]
-    assert {x.dtype.name for x in moments} == {"float32"}
-
-
-def test_a_run_is_reproduced_and_resumed_and_another_seed_differs():
-    tx = stochastic_rounding(optax.adamw(1e-2))
-    at_once = run(tx, 6)
-    assert as_bits(run(tx, 6)) == as_bits(at_once)
-    half = pickle.loads(pickle.dumps(jax.device_get(run(tx, 3))))
-    assert as_bits(run(tx, 6, half, 3)) == as_bits(at_once)
-    other = run(stochastic_rounding(optax.adamw(1e-2), seed=1), 6)
-    assert as_bits(other[0]["b16"]) != as_bits(at_once[0]["b16"])
-    assert as_bits(other[0]["f16"]) != as_bits(at_once[0]["f16"])
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -19,14 +19,12 @@ pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 ADAMW = optax.adamw(1e-2)
 FORMS = {
     "full copies": lambda: optax_mp.mixed_precision(ADAMW),
-    "split 16": lambda: optax_mp.mixed_precision(ADAMW, storage=optax_mp.Split(16)),
     "5.1 bytes": lambda: optax_mp.mixed_precision(
         optax_mp.low_bit_state(ADAMW), storage=optax_mp.Split(8)
     ),
     "scaled": lambda: optax_mp.dynamic_loss_scale(
         optax_mp.mixed_precision(ADAMW), init_scale=8.0
     ),
-    "stochastic rounding": lambda: optax_mp.stochastic_rounding(ADAMW),
 }
 SLOW_COMPACT = pytest.param("5.1 bytes", marks=pytest.mark.slow)
 LAYOUTS = {

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from loop_forms import FORMS
-from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -81,34 +80,6 @@ def params_in(box):
     return params if box is Stubborn else params | {"norm": box(jnp.ones(256))}
 
 
-@mostly_slow(
-    ("box", "form"),
-    [
-        (Opaque, "5.1 bytes"),
-        (named, "5.1 bytes"),
-        *((Opaque, form) for form in ("Split", "16 bits", "scaled")),
-    ],
-    lambda box, form: form in ("5.1 bytes", "Split"),
-)
-def test_any_box_holds_one_array(box, form):
-    tx, params = FORMS[form], params_in(box)
-    state = tx.init(params)
-    grads = jax.tree.map(
-        lambda x: jnp.ones(x.shape) if x.dtype != jnp.int32 else None, params
-    )
-    _, new_state = jax.jit(tx.update)(grads, state, params)
-    assert jax.tree.structure(new_state) == jax.tree.structure(state)
-
-    def check(node):
-        if isinstance(node, Opaque | Named):
-            assert len(jax.tree.leaves(node)) == 1
-            if isinstance(node, Named):
-                node.__post_init__()
-        return node
-
-    jax.tree.map(check, new_state, is_leaf=lambda x: isinstance(x, Opaque | Named))
-
-
 @pytest.mark.parametrize("box", [named, Stubborn])
 def test_scales_stand_alone_where_a_box_takes_one_shape(box):
     """It knows the sizes of its axes, or takes nothing else."""
@@ -131,13 +102,3 @@ def test_a_module_of_one_array_is_quantized():
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     of_embedding, of_w, _ = optax_mp.memory_report(state, params).by_leaf().values()
     assert of_embedding == of_w
-
-
-@pytest.mark.parametrize("form", ["Split", "5.1 bytes", "16 bits", "scaled"])
-def test_descriptions_give_descriptions(form):
-    tx, params = FORMS[form], params_in(lambda x: x)
-    state, described = tx.init(params), tx.init(jax.eval_shape(lambda: params))
-    assert jax.tree.structure(described) == jax.tree.structure(state)
-    for x, leaf in zip(*map(jax.tree.leaves, (described, state)), strict=True):
-        assert isinstance(x, jax.ShapeDtypeStruct)
-        assert (x.shape, x.dtype) == (leaf.shape, leaf.dtype)

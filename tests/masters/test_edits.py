@@ -36,56 +36,8 @@ def gradients(i, dtype=jnp.float32):
     )
 
 
-def train(tx, params, edit):
-    """Return (params, state), with an edit after every tenth step."""
-    state, step = jax.jit(tx.init)(params), jax.jit(by_update(tx))
-    before = avals(state)
-    for i in range(23):
-        params, state = step(params, state, gradients(i))
-        params = edit(params) if i % 10 == 9 else params
-    assert avals(state) == before
-    return params, state
-
-
 def halve(params):
     return jax.tree.map(lambda p: p / 2, params)
-
-
-def halve_rounded_to(dtypes):
-    """Return what halving params does to masters that follow it."""
-    return lambda masters: jax.tree.map(
-        lambda m, p: jnp.asarray(rounded(m, p.dtype)).astype(m.dtype) / 2,
-        masters,
-        dtypes,
-    )
-
-
-@mostly_slow(
-    ("form", "dtype"),
-    [
-        ("FullCopy", "bfloat16"),
-        ("FullCopy", "float16"),
-        ("Split(16)", "bfloat16"),
-        ("Split(8)", "bfloat16"),
-    ],
-    lambda form, dtype: (form, dtype) == ("FullCopy", "bfloat16"),
-)
-def test_halved_weights_stay_halved(form, dtype):
-    start, adamw = weights(dtype), optax.adamw(1e-2)
-    params, state = train(optax_mp.mixed_precision(adamw, **FORMS[form]), start, halve)
-    masters = optax_mp.master_params(state, params)
-    wide = jax.tree.map(lambda p: p.astype(jnp.float32), start)
-    # A full copy is the edited param, so both are halved after they are rounded.
-    want, _ = train(
-        adamw, wide, halve_rounded_to(start) if form == "FullCopy" else halve
-    )
-    # A remainder of 8 bits rounds by 2^-16 in every step.
-    rtol, atol = (1e-3, 1e-3) if form == "Split(8)" else (1e-5, 1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol),
-        masters,
-        want,
-    )
 
 
 EDITS = {
@@ -208,22 +160,6 @@ def test_follow_params_is_found_in_any_nesting_and_shares_no_buffer():
         assert as_bits(found) == as_bits(optax_mp.cast_floating(edited, "float32"))
         held = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)}
         assert not held & {x.unsafe_buffer_pointer() for x in jax.tree.leaves(edited)}
-
-
-@pytest.mark.parametrize("scale", ["around", "link"])
-def test_a_skipped_step_keeps_the_edit(scale):
-    masters = optax_mp.mixed_precision(optax.sgd(0.0))
-    tx = optax_mp.dynamic_loss_scale(masters)
-    if scale == "link":
-        tx = optax.chain(optax_mp.dynamic_loss_scale(), masters)
-    params = weights("bfloat16")
-    state, step = tx.init(params), jax.jit(by_update(tx))
-    edited = halve(params)
-    bad = jax.tree.map(lambda g: g.at[0].set(jnp.inf), gradients(0))
-    after, state = step(edited, state, bad)
-    assert as_bits(after) == as_bits(edited)
-    after, _ = step(after, state, gradients(0))
-    assert as_bits(after) == as_bits(edited)
 
 
 @mostly_slow("dtype", ["bfloat16", "float16"], lambda dtype: dtype == "bfloat16")

@@ -1,6 +1,5 @@
 """mixed_precision: what lands in the params, what is stored, and what is an error."""
 
-import functools
 import re
 
 import jax
@@ -8,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from buffers import check_no_buffer_is_shared, keeps_params
 from comparison import as_bits, avals
-from promises import check_a_state_shares_no_buffer
 from reference import rounded, smallest_landing
 
 import optax_mp
@@ -169,8 +168,8 @@ def test_an_all_float32_model_costs_nothing():
 
 def test_state_shares_no_buffer_with_params_or_itself():
     pretrained = {"low": jnp.ones(8), "own": jnp.ones(8)}
-    masters = functools.partial(optax_mp.mixed_precision, param_dtype="bf16")
-    check_a_state_shares_no_buffer(masters, pretrained)
+    tx = optax_mp.mixed_precision(keeps_params(), param_dtype="bf16")
+    check_no_buffer_is_shared("param_dtype", tx, pretrained)
 
 
 def test_params_that_were_cast_before_init_are_warned_of():
@@ -226,7 +225,7 @@ def test_float64_without_x64_is_an_error_at_init_and_update(name):
     message = (
         rf"^mixed_precision: `{name}`? is float64, but JAX's 64-bit types are off; turn "
         r"them on first, with "
-        r'`jax.config.update\(.jax_enable_x64., True\)`, or pass float32.'
+        r"`jax.config.update\(.jax_enable_x64., True\)`, or pass float32."
     )
     with pytest.raises(ValueError, match=message):
         tx.init(start)

@@ -1,58 +1,12 @@
 """Forms of several parts of the package, one inside of the other."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import pytest
 from comparison import as_bits
-from jax.sharding import Mesh
-from promises import (
-    by_jax,
-    by_value_and_grad,
-    check_a_python_float_is_a_param,
-    check_a_state_shares_no_buffer,
-    check_integer_params_stay,
-)
 from steps import take_steps
 
 import optax_mp
-
-
-def sharded(inner):
-    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    return optax_mp.zero1(inner, mesh, "data")
-
-
-hosted = functools.partial(optax_mp.offload, memory_kind=None)
-DEVICES = pytest.mark.parametrize("form", [sharded, hosted])
-
-
-def masters():
-    return optax_mp.mixed_precision(optax.adamw(0.1))
-
-
-@pytest.mark.slow
-@DEVICES
-@pytest.mark.parametrize("gradient", [by_value_and_grad, by_jax])
-def test_integer_params_stay_in_everybodys_loop(form, gradient):
-    check_integer_params_stay(form(masters()), gradient)
-
-
-@pytest.mark.slow
-@DEVICES
-@pytest.mark.parametrize("is_jitted", [True, False])
-def test_a_python_float_is_a_param_as_in_plain_optax(form, is_jitted):
-    check_a_python_float_is_a_param(form(masters()), is_jitted)
-
-
-def test_state_shares_no_buffer_with_params_or_itself():
-    params = {"low": jnp.ones(8, jnp.bfloat16), "own": jnp.ones(8)}
-    check_a_state_shares_no_buffer(
-        lambda inner: hosted(optax_mp.low_bit_state(inner)), params
-    )
 
 
 def test_a_micro_step_around_codes_changes_none():
