@@ -157,7 +157,7 @@ _WITHDRAWN = {
 
 _IMPORTS = threading.RLock()
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
 
 # Type checkers take the names above.
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]

@@ -106,6 +106,7 @@ def way_of_heavyball(steps: int) -> Callable[..., float]:
     import torch
 
     heavyball.utils.compile_mode = None
+    torch.set_num_threads(1)  # whose arrays are small
     grads = torch.from_numpy(gradients(steps)).to(torch.bfloat16)
 
     def way(start: jax.Array, rate: float) -> float:
