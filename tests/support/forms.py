@@ -177,7 +177,7 @@ _ALL = [
     Form("masters, 16 bits", lambda x: mixed_precision(low(x, bits=16)), bytes=8, near=_CUT),
     Form("5 bytes", compact, **_5_BYTES),
     Form("stochastic", stochastic_rounding, bytes=8, near=_AT_RANDOM, random=True, **_NO_MASTERS),
-    Form("stochastic, low-bit", lambda x: stochastic_rounding(low(x)), bytes=2, near=_AT_RANDOM, random=True, often=True, **_NO_MASTERS),
+    Form("stochastic, low-bit", lambda x: stochastic_rounding(low(x)), bytes=2, near=_AT_RANDOM, random=True, **_NO_MASTERS),
     # Loss scales.
     Form("scaled", lambda x: scaled(mixed_precision(x)), **_SKIPS),
     Form("scaled, static", lambda x: optax_mp.static_loss_scale(mixed_precision(x), 8.0), **_SKIPS),
@@ -185,7 +185,7 @@ _ALL = [
     Form("link, Split(16)", lambda x: after_link(split(16, x)), bits=16, bytes=10, often=True, **_LINKED),
     Form("scaled, 5 bytes", lambda x: scaled(compact(x)), **_5_BYTES, **_SKIPS),
     Form("link, 5 bytes", lambda x: after_link(compact(x)), **_5_BYTES, **_LINKED),
-    Form("link, stochastic", lambda x: after_link(stochastic_rounding(x)), bytes=8, near=_AT_RANDOM, random=True, **_LINKED, **_NO_MASTERS),
+    Form("link, stochastic, low-bit", lambda x: after_link(stochastic_rounding(low(x))), bytes=2, near=_AT_RANDOM, random=True, often=True, **_LINKED, **_NO_MASTERS),
     # Averages.
     Form("average", lambda x: averaged(mixed_precision(x)), bytes=16, averaged=True),
     Form("average, scaled", lambda x: averaged(scaled(split(16, x))), bits=16, bytes=14, averaged=True, **_SKIPS),
