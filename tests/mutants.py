@@ -143,6 +143,44 @@ core/scaling/_state.py | state.hysteresis_left == AT_FLOOR | state.hysteresis_le
 core/scaling/_state.py | state.hysteresis_left == AT_FLOOR | state.hysteresis_left <= 0 | scaling/test_bad_data.py scaling/test_check.py
 compact/_scales_in_boxes.py | return _resized(box, old, scales, fit) | return _boxes.in_box_like(box, scales) | compact/test_low_bit.py loops/test_boxes.py
 averages/_average.py | moved if taken is True else lax.select(taken, moved, average) | moved | averages/test_average.py
+core/masters/_transform.py | count = jnp.asarray(optax.safe_increment(count)) | count = jnp.asarray(count) | properties/test_properties.py
+core/masters/_transform.py | self._advance_leaf(i, master, keys[i]) | self._advance_leaf(i, master, keys[0]) | properties/test_properties.py
+core/masters/_transform.py | master = follow_edits_if(last_exact, master, jnp.asarray(param)) | last_exact = last_exact | properties/test_properties.py
+core/masters/_transform.py | target = _dtypes.round_to(target, param.dtype) | target = lax.reduce_precision(target, 8, 9) | properties/test_properties.py
+core/masters/_transform.py | partial(step.run, inner), state, extra_args) | partial(step.run, inner), state, {}) | masters
+core/masters/_split.py | return self.bits == 8 | return False | properties/test_properties.py
+core/masters/_split.py | shift_left(remainder, np.int32(16 - self.bits)) | shift_left(remainder, np.int32(8)) | properties/test_properties.py
+core/masters/_split.py | form.round_at_random(master, uniform_numbers(master.shape, key)) | master | properties/test_properties.py
+core/masters/_edits.py | lax.select(follows, follow_edits(master, param), master) | follow_edits(master, param) | masters/test_edits.py
+core/masters/_edits.py | lax.select(is_edited, edited, master) | edited | properties/test_properties.py
+core/_random_numbers.py | keys = _hash(keys * jnp.uint32(31) + part) | keys = keys | properties/test_properties.py
+core/_random_numbers.py | keys = _hash(lax.iota(jnp.uint32, count)) | keys = _hash(lax.full((count,), 1, jnp.uint32)) | properties/test_properties.py
+core/wrappers/_choose.py | return _updates.select(proceed, new, jnp.asarray(old)) | return new | properties/test_properties.py
+core/wrappers/_choose.py | lambda x: _updates.or_negative_zeros(proceed, x), updates | lambda x: x, updates | properties/test_properties.py
+core/wrappers/_choose.py | lambda x: _updates.or_negative_zeros(finite, x), unscaled | lambda x: x, unscaled | properties/test_properties.py
+core/wrappers/_choose.py | return ~_tree.all_true([_is_negative_zero(leaf) for leaf in leaves]) | return ~_is_negative_zero(leaves[0]) | properties/test_properties.py
+core/wrappers/_updates.py | moves = lax.bitwise_or(lax.is_finite(start), lax.ne(target, target)) | moves = lax.eq(start, start) | properties/test_properties.py
+core/wrappers/_updates.py | jnp.full(param.shape, -0.0 if is_inexact(param) else 0, param.dtype) | jnp.ones(param.shape, param.dtype) | properties/test_properties.py
+core/wrappers/_arguments.py | return lax.convert_element_type(grad, inner_param.dtype) | return lax.convert_element_type(grad.astype(jnp.bfloat16), inner_param.dtype) * jnp.float32(1.001) | properties/test_properties.py
+core/scaling/_unscale.py | return unscaled, lax.sort(bad)[0] | return unscaled, lax.sort(bad)[-1] | properties/test_properties.py
+core/scaling/_unscale.py | i: _tree.leaf_finite(leaf) for i, leaf in leaves if _dtypes.is_inexact(leaf) | i: _tree.leaf_finite(leaf) for i, leaf in leaves if _dtypes.is_inexact(leaf) and leaf.ndim | properties/test_properties.py
+core/scaling/_loss_scaling.py | inner_state=copy_shared(inner_state, params) | inner_state=inner_state | properties/test_properties.py
+core/scaling/_loss_scaling.py | jnp.where(finite, total, optax.safe_increment(total)) | jnp.where(finite, total, total) | properties/test_properties.py
+core/trees/_tree.py | if id(leaf) in seen or getattr(leaf, "weak_type", False): | if getattr(leaf, "weak_type", False): | properties/test_properties.py
+core/trees/_descriptions.py | if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves): | if False: | properties/test_properties.py
+core/trees/_descriptions.py | return is_number and param.ndim > 0 and has_same_spec and not varying_axes(param) | return False | properties/test_meshes.py loops/test_loops_on_devices.py
+compact/_low_bit.py | count = jnp.asarray(optax.safe_increment(state.step_count)) | count = jnp.asarray(state.step_count) | properties/test_properties.py
+compact/_low_bit.py | _codes.encode(leaf, old[path], keys.get(path)) if path in old | _codes.encode(leaf, old[path], None) if path in old | properties/test_properties.py
+compact/_low_bit.py | choose_codes(inner, params, state, bits, min_size) | choose_codes(inner, params, state, 8, min_size) | properties/test_properties.py
+compact/_low_bit.py | _codes.decode, state.inner_state, is_leaf=_quantized.is_quantized | lambda x: _codes.decode(x) * 1.01 if _quantized.is_quantized(x) else x, state.inner_state, is_leaf=_quantized.is_quantized | properties/test_properties.py
+compact/_stochastic.py | count = jnp.asarray(optax.safe_increment(state.step_count)) | count = jnp.asarray(state.step_count) | properties/test_properties.py
+compact/_stochastic.py | leaves.values[i].dtype, keys[i]) | leaves.values[i].dtype, keys[0]) | properties/test_properties.py
+compact/_stochastic.py | inner_state = _tree.copy_shared(inner_state, leaves.values) | inner_state = inner_state | properties/test_properties.py
+compact/_stochastic.py | return choose_step(is_unmarked(updates, extra_args), step, state | return choose_step(True, step, state | properties/test_properties.py
+averages/_average.py | inner_state = _tree.copy_shared(inner.init(params), params) | inner_state = inner.init(params) | properties/test_properties.py
+averages/_average.py | _dtypes.at_least_float32(weight.dtype), copy=True) | _dtypes.at_least_float32(weight.dtype), copy=False) | properties/test_properties.py
+averages/_average.py | moved: Any = optax.incremental_update(weight, average, 1 - decay) | moved: Any = optax.incremental_update(weight, average, decay * 0.9) | properties/test_properties.py
+averages/_average.py | leaves = Leaves.of(_after(params, changes), caller=_CALLER) | leaves = Leaves.of(params, caller=_CALLER) | properties/test_properties.py
 """
 
 Mutant = tuple[str, str, str, list[str]]

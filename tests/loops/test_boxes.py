@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from loop_forms import FORMS
+from forms import tx_of
 
 import optax_mp
 
@@ -83,7 +83,7 @@ def params_in(box):
 @pytest.mark.parametrize("box", [named, Stubborn])
 def test_scales_stand_alone_where_a_box_takes_one_shape(box):
     """It knows the sizes of its axes, or takes nothing else."""
-    state = FORMS["5.1 bytes"].init(params_in(box))
+    state = tx_of("5 bytes").init(params_in(box))
     nu = state.inner_state.inner_state[0].nu["w"]
     assert type(nu.codes) is type(box(jnp.ones((128, 256))))
     assert isinstance(nu.scales, jax.Array)
@@ -95,7 +95,7 @@ def test_a_module_of_one_array_is_quantized():
     w = jnp.ones((128, 256), jnp.bfloat16)
     # Its fields are not what the class is made of.
     params = {"embed": eqx.nn.Embedding(weight=w), "w": w}
-    tx = FORMS["5.1 bytes"]
+    tx = tx_of("5 bytes")
     state = tx.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
     _, new_state = jax.jit(tx.update)(grads, state, params)

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 from communication import collectives_in, sent_by
+from forms import tx_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from loop_forms import FORMS
 from low_bit_examples import is_quantized
 from recent_flax import recent_nnx
 from slow_cases import mostly_slow
@@ -19,9 +19,9 @@ nn = pytest.importorskip("flax.linen")
 
 pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 MESH = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-COMPACT = FORMS["5.1 bytes"]
+COMPACT = tx_of("5 bytes")
 in_each_form = mostly_slow(
-    "name", ["FullCopy", "5.1 bytes", "scaled"], "5.1 bytes".__eq__
+    "name", ["masters", "5 bytes", "scaled, 5 bytes"], "5 bytes".__eq__
 )
 
 
@@ -46,8 +46,10 @@ def assert_sends_little(compiled, state, name):
     scales = jax.tree.leaves([x.scales for x in found if is_quantized(x)])
     lines = sum(x.size for x in scales)
     assert {kind for kind, _, _ in sent} <= {"all-reduce"}, name
-    assert len(collectives_in(compiled)) <= 2 * bool(lines) + (name == "scaled"), name
-    assert sum(n for _, _, n in sent) <= lines + (name == "scaled"), name
+    assert len(collectives_in(compiled)) <= 2 * bool(lines) + (
+        name == "scaled, 5 bytes"
+    ), name
+    assert sum(n for _, _, n in sent) <= lines + (name == "scaled, 5 bytes"), name
 
 
 def linen_params(box):
@@ -76,11 +78,11 @@ def test_haliax_states_are_sharded_by_their_axes(name):
             return haliax.random.normal(jax.random.key(0), axes).astype(jnp.bfloat16)
 
         params = (normal(embed, mlp), {"down": normal(mlp, embed)})
-        return params, FORMS[name].init(params)
+        return params, tx_of(name).init(params)
 
     with jax.set_mesh(MESH), haliax.axis_mapping({"embed": "fsdp"}):
         params, state = haliax.named_jit(init)()
-        advance = step_of(FORMS[name])
+        advance = step_of(tx_of(name))
         step = jax.jit(advance).lower(params, state).compile()
         assert_sends_little(step, state, name)
         _, new_state = haliax.named_jit(advance)(params, state)
@@ -93,7 +95,7 @@ def test_haliax_states_are_sharded_by_their_axes(name):
 
 @in_each_form
 def test_linen_states_are_sharded_by_their_boxes(name):
-    is_plain, tx = name == "5.1 bytes", FORMS[name]
+    is_plain, tx = name == "5 bytes", tx_of(name)
     box = nn.with_partitioning if is_plain else nn.with_logical_partitioning
 
     def init():
@@ -123,7 +125,7 @@ def test_nnx_optimizers_are_described_under_a_mesh(name):
             self.b = nnx.Linear(64, 256, kernel_init=normal("fsdp", None), **low)
             self.norm = nnx.RMSNorm(256, rngs=rngs)
 
-    tx = FORMS[name]
+    tx = tx_of(name)
 
     def make(tx=tx):
         model = Net(nnx.Rngs(0))
@@ -169,7 +171,7 @@ def test_a_rule_by_shape_for_params_and_state_shardings_for_the_state(name):
     params = {name: described(name) for name in SHAPES}
     shardings = jax.tree.map(largest_axis, params)
     params = jax.tree.map(lambda x, s: x.update(sharding=s), params, shardings)
-    tx = FORMS[name]
+    tx = tx_of(name)
     chosen = optax_mp.state_shardings(tx, params)
     state = jax.tree.map(
         lambda x, s: x.update(sharding=s), jax.eval_shape(tx.init, params), chosen
@@ -220,4 +222,4 @@ def test_nothing_is_gathered_where_axes_do_not_divide(axis):
     for x in jax.tree.leaves(state):
         assert not x.ndim or x.sharding.spec[axis] == "fsdp" or 1 in x.shape, x
     step = jax.jit(step_of(COMPACT)).lower(params, state).compile()
-    assert_sends_little(step, state, "5.1 bytes")
+    assert_sends_little(step, state, "5 bytes")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from comparison import as_bits
-from loop_forms import FORMS
+from forms import tx_of
 from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
@@ -13,7 +13,7 @@ import optax_mp
 
 nnx = recent_nnx()
 # Of one array for each param, of two, of codes and scales, and with all around them.
-STRUCTURES = "FullCopy", "5.1 bytes", "accumulated"
+STRUCTURES = "masters", "5 bytes", "scaled, MultiSteps around"
 
 
 class Net(nnx.Module):
@@ -35,7 +35,7 @@ X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
 
 def made(form):
     model = Net(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, FORMS[form], wrt=nnx.Param)
+    return model, nnx.Optimizer(model, tx_of(form), wrt=nnx.Param)
 
 
 def step(model, optimizer, x):
@@ -50,7 +50,7 @@ def boxed_arrays(optimizer):
     return [(path, v.dtype, v.get_value().shape) for path, v in flat]
 
 
-@mostly_slow("form", STRUCTURES, lambda form: form == "5.1 bytes")
+@mostly_slow("form", STRUCTURES, lambda form: form == "5 bytes")
 def test_a_compiled_step_is_that_of_plain_trees(form):
     model, optimizer = made(form)
     before = boxed_arrays(optimizer)
@@ -60,7 +60,7 @@ def test_a_compiled_step_is_that_of_plain_trees(form):
     assert boxed_arrays(optimizer) == before
 
     graph, params = nnx.split(Net(nnx.Rngs(0)))
-    params, tx = nnx.as_pure(params), FORMS[form]
+    params, tx = nnx.as_pure(params), tx_of(form)
 
     @jax.jit
     def plain_step(params, state):
@@ -86,14 +86,14 @@ def test_a_compiled_step_is_that_of_plain_trees(form):
 
 
 def test_what_is_absent_is_absent_with_its_box():
-    _, optimizer = made("FullCopy")
+    _, optimizer = made("masters")
     masters = optimizer.opt_state.master_params
     assert masters["norm"]["scale"] == optax.MaskedNode()
     assert masters["layer"]["kernel"].dtype == jnp.float32
 
 
 def test_codes_and_scales_are_boxed_one_by_one():
-    _, optimizer = made("5.1 bytes")
+    _, optimizer = made("5 bytes")
     nu = optimizer.opt_state.inner_state.inner_state[0].nu["layer"]["kernel"]
     assert type(nu.codes) is type(nu.scales) is nnx.training.optimizer.OptVariable
     assert nu.codes.dtype == jnp.uint8
@@ -105,13 +105,13 @@ def test_scales_have_the_metadata_of_the_param_by_its_names(name):
     # Models of older versions say `sharding_names`, which Flax renames, and warns.
     metadata = nnx.Param(X).get_metadata() | {name: (None, "x")}
     param = nnx.Param.from_metadata(jnp.ones((100, 100), jnp.bfloat16), metadata)
-    state = FORMS["5.1 bytes"].init(nnx.State({"w": param}))
+    state = tx_of("5 bytes").init(nnx.State({"w": param}))
     nu = state.inner_state.inner_state[0].nu["w"]
     assert nu.codes.get_metadata() == metadata
     assert nu.scales.get_metadata() == metadata | {name: (None, None)}
 
 
-@mostly_slow("form", ["FullCopy", "5.1 bytes"], lambda form: form == "FullCopy")
+@mostly_slow("form", ["masters", "5 bytes"], lambda form: form == "masters")
 def test_in_a_branch(form):
     model, optimizer = made(form)
 
@@ -134,7 +134,7 @@ def test_in_a_branch(form):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_model_and_optimizer_in_one():
-    both = nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), FORMS["5.1 bytes"])
+    both = nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), tx_of("5 bytes"))
 
     @nnx.jit
     def step(both):

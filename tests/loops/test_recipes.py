@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
+from forms import tx_of
 from guide import names_of
-from loop_forms import FORMS
 from recent_flax import recent_nnx
 
 import optax_mp
@@ -23,7 +23,7 @@ X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
 
 def test_a_train_state_hands_the_loss_to_the_loss_scale():
     state_class = names_of("loss_scaling.md", "State")["State"]
-    tx = optax_mp.dynamic_loss_scale(FORMS["FullCopy"])
+    tx = optax_mp.dynamic_loss_scale(tx_of("masters"))
     params = {"w": jnp.full((128, 1), 0.01, jnp.float16)}
     state = state_class.create(apply_fn=None, params=params, tx=tx)
     loss_and_grads = optax_mp.value_and_grad(

@@ -178,7 +178,8 @@ def test_16_bits_split_off_are_bit_equal_to_the_bare_optimizer(name):
         assert as_bits(param) == as_bits(follow(master, param.dtype, 16))
 
 
-@mostly_slow(("name", "storage"), EXACT, lambda *x: x == ("sgd", SPLIT_16))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "storage"), EXACT)
 def test_eager_steps_are_bit_equal_to_the_bare_optimizer(name, storage):
     carries = []
     ours = wrapped(name, storage=storage)

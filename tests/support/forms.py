@@ -188,6 +188,7 @@ _ALL = [
     Form("link, stochastic, low-bit", lambda x: after_link(stochastic_rounding(low(x))), bytes=2, near=_AT_RANDOM, random=True, often=True, **_LINKED, **_NO_MASTERS),
     # Averages.
     Form("average", lambda x: averaged(mixed_precision(x)), bytes=16, averaged=True),
+    Form("average, no masters", averaged, dtype="float32", bytes=12, averaged=True, only_floats=True, **_NO_MASTERS),
     Form("average, scaled", lambda x: averaged(scaled(split(16, x))), bits=16, bytes=14, averaged=True, **_SKIPS),
     Form("scaled, average, 5 bytes", lambda x: scaled(averaged(compact(x))), averaged=True, often=True, **_SKIPS, **_5_BYTES | {"bytes": 7}),
     Form("link, average", lambda x: after_link(averaged(mixed_precision(x))), bytes=16, averaged=True, **_LINKED),
@@ -224,6 +225,11 @@ def named(*names: str) -> list[Form]:
     """Return forms by their names."""
     by_name = {form.name: form for form in FORMS}
     return [by_name[name] for name in names]
+
+
+def tx_of(name: str) -> Transformation:
+    """Return the transformation of a form."""
+    return named(name)[0].tx
 
 
 # Params and gradients
