@@ -1,5 +1,6 @@
 """The plots of docs/evidence.md and of the README; `evidence.py` asks for them."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +20,8 @@ COLOURS = {
     "#CC79A7": ("8-bit", "compact"),
     "#009E73": ("Split", "split"),
     "#D55E00": ("plain bf16", "plain optax, bfloat16", "plain optax on bfloat16"),
-    "#56B4E9": ("loss scale",),
+    "#56B4E9": ("loss scale", "heavyball"),
+    "#999999": ("flashoptim",),
     "#0072B2": ("mixed_precision", "FullCopy", "masters", "amp"),
 }
 
@@ -158,7 +160,7 @@ def draw_rates(figure: Any, records: Records) -> None:
     panels = figure.subplots(1, len(tables), sharey=True)
     for panel, (table, title) in zip(panels, tables.items(), strict=True):
         for place, row in enumerate(records["rates"].tables[table]):
-            form = row["form"].split()[0] if row["form"][-1].isdigit() else row["form"]
+            form = re.sub(r" \d+\.\d.*", "", row["form"])  # a peer without its version
             cells = {float(k): float(v) for k, v in row.items() if k != "form"}
             style = style_of(form) | MARKERS[place]
             panel.plot(*zip(*cells.items(), strict=True), **style, label=form)
