@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from form_runs import check_bits, check_types, run_of, take
+from form_runs import check_bits, check_types, run_of, start_of, take
 from forms import forms_that, named
 from jax.tree_util import keystr, tree_leaves_with_path
 
@@ -57,7 +57,7 @@ def test_a_restored_run_is_the_same_and_goes_on_as_if_never_stopped(tmp_path, fo
 def test_a_template_of_other_dtypes_rounds_masters_and_the_check_tells(tmp_path):
     """The trap: Orbax rounds them and says nothing."""
     (form,) = named("masters")
-    run = saved(tmp_path / "run", run_of(form)[0])
+    run = saved(tmp_path / "run", start_of(form))
     rounding = optax_mp.cast_floating(jax.tree.map(jnp.zeros_like, run), "bfloat16")
     with ocp.StandardCheckpointer() as checkpointer:
         _, state = checkpointer.restore(tmp_path / "run", rounding)
@@ -68,11 +68,11 @@ def test_a_template_of_other_dtypes_rounds_masters_and_the_check_tells(tmp_path)
 
 def test_another_form_is_told_and_converted_after_the_restore(tmp_path):
     old, new = named("5 bytes", "masters")
-    params, _ = saved(tmp_path / "run", run_of(old)[0])
-    wanted = template_of(run_of(new)[0])
+    params, _ = saved(tmp_path / "run", start_of(old))
+    wanted = template_of(start_of(new))
     with ocp.StandardCheckpointer() as checkpointer:
         with pytest.raises(AssertionError, match="1/master_params/"):
             check_template(checkpointer, tmp_path / "run", wanted)
-        _, state = checkpointer.restore(tmp_path / "run", template_of(run_of(old)[0]))
+        _, state = checkpointer.restore(tmp_path / "run", template_of(start_of(old)))
     converted = optax_mp.convert_opt_state(state, params, old.tx, new.tx)
     check_types("5 bytes to masters", "converted", converted, wanted[1])

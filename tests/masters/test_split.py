@@ -11,6 +11,7 @@ import pytest
 from comparison import as_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from reference import follow, join, remainder, rounded
+from slow_cases import mostly_slow
 from steps import by_update, take_steps
 
 import optax_mp
@@ -396,7 +397,7 @@ def way_of_rows(tx, params, dtype):
     return {name: (ends[0][name] - ends[1][name]).mean(1) for name in params}
 
 
-@EITHER_DTYPE
+@mostly_slow("dtype", ["bfloat16", "float16"], "bfloat16".__eq__)
 def test_masters_go_the_way_of_float32_at_the_rates_of_fine_tuning(dtype):
     normal = 0.1 * np.random.default_rng(0).standard_normal(WIDTH)
     params = {"ones": np.ones(WIDTH), "normal": normal}

@@ -36,10 +36,7 @@ for are_links in False, True:
     group = [form for form in HERE if (form.scale == "link") == are_links]
     for old, new in itertools.pairwise([*group, group[0]]):
         PAIRS += [(old, new), (new, old)]
-BY_DEFAULT = [
-    tuple(named("masters", "scaled, average, 5 bytes")),
-    tuple(named("link, 5 bytes", "link, Split(16)")),
-]
+BY_DEFAULT = [tuple(named("masters", "scaled, average, 5 bytes"))]
 
 
 @mostly_slow(

@@ -56,7 +56,7 @@ import optax_mp
 from optax_mp.averages import AverageState
 from optax_mp.core.trees._states import find_states
 
-# Whole rules of infinities and of leaves of other kinds have programs of their own.
+# By default, of properties with programs of their own.
 A_FEW = named("link, Split(16)", "scaled, average, 5 bytes")
 
 
@@ -350,7 +350,7 @@ def test_edits_are_followed(form):
 # What JAX makes of a step
 
 
-@forms_that(lambda form: not (form.on_host or form.on_mesh))
+@forms_that(lambda form: not (form.on_host or form.on_mesh), A_FEW.__contains__)
 def test_without_jit_it_is_the_same(form):
     """`init` and a step, of a few leaves."""
     names = params_of(form).keys() & {"layers", "norm", "count", "absent"}
@@ -366,7 +366,7 @@ def test_without_jit_it_is_the_same(form):
     check_bits(form, "a step", eager, jitted)
 
 
-@forms_that()
+@forms_that(by_default=A_FEW.__contains__)
 def test_a_scan_takes_the_same_steps(form):
     def step(run, grads):
         params, state = run
@@ -384,7 +384,7 @@ def test_a_scan_takes_the_same_steps(form):
     check_bits(form, "four steps", got, run_of(form)[-1])
 
 
-@forms_that(lambda form: not (form.on_mesh or form.on_host))
+@forms_that(lambda form: not (form.on_mesh or form.on_host), A_FEW.__contains__)
 def test_members_of_a_vmap_take_their_own_steps(form):
     """One takes its step, and one skips it or has NaN in a leaf."""
     run = run_of(form)[1]
@@ -398,7 +398,7 @@ def test_members_of_a_vmap_take_their_own_steps(form):
         check_bits(form, f"member {i}", member, alone)
 
 
-@forms_that(lambda form: not (form.on_mesh or form.on_host))
+@forms_that(lambda form: not (form.on_mesh or form.on_host), A_FEW.__contains__)
 def test_ranks_of_a_shard_map_take_the_same_step(form):
     """Of params that all of them have."""
     mesh, everywhere = jax.make_mesh((2,), ("ranks",)), jax.P()
@@ -479,13 +479,12 @@ def test_a_state_shares_no_buffer(form):
 
 # Params of other kinds, with a rule and a program of their own
 
-IS_PLAIN = forms_that(
-    lambda form: (
-        form.dtype in ("bfloat16", "float16")
-        and not (form.has_cond or form.on_mesh or form.on_host or form.bare)
-    ),
-    A_FEW.__contains__,
-)
+
+def is_plain(form):
+    is_elsewhere = form.has_cond or form.on_mesh or form.on_host or form.bare
+    return form.dtype in ("bfloat16", "float16") and not is_elsewhere
+
+
 INF = np.inf
 INFINITE = [-INF, 1.5, 0.0, 2.0**-20, INF, -INF]
 
@@ -508,7 +507,7 @@ def take_same_steps(form, rule, params, grads):
     return *run, read_masters(run[1], run[0])
 
 
-@IS_PLAIN
+@forms_that(is_plain, A_FEW.__contains__)
 def test_an_infinite_param_without_a_gradient_stays(form):
     """In steps that move the others; with no remainder or code beside an infinity."""
     start = masked_params(form.dtype, INFINITE)
@@ -524,7 +523,7 @@ def test_an_infinite_param_without_a_gradient_stays(form):
     np.testing.assert_array_equal(masters["mask"], want, err_msg=str(form))
 
 
-@IS_PLAIN
+@forms_that(is_plain, A_FEW.__contains__)
 def test_an_infinite_master_makes_its_param_infinite(form):
     """As in float32 training; finite masters out of the dtype's range do not."""
     row = [100.0, -100.0, 2.0**-10, -(2.0**-10), 0.0, 0.0]
@@ -543,7 +542,7 @@ def test_an_infinite_master_makes_its_param_infinite(form):
         assert is_same.all(), (form, masters["mask"])
 
 
-@IS_PLAIN
+@forms_that(is_plain, A_FEW[:1].__contains__)
 def test_a_python_float_is_a_param(form):
     """As it is one in plain optax, of which it has the value."""
     loss = lambda p: p["t"] ** 2 + 0 * p["w"].astype("f").sum()  # noqa: E731

@@ -56,10 +56,16 @@ def take(form, run, step=0, grads=None):
 
 
 @functools.cache
+def start_of(form: Form):
+    """Return (params, state) before the first step."""
+    params = params_of(form)
+    return params, init_of(form)(params)
+
+
+@functools.cache
 def run_of(form: Form):
     """Return (params, state) at the start and after each step."""
-    params = params_of(form)
-    runs = [(params, init_of(form)(params))]
+    runs = [start_of(form)]
     for step in range(STEPS):
         runs.append(take(form, runs[-1], step))
     return runs
