@@ -50,6 +50,7 @@ MODEL = {
     "layers": [Box(jax.ShapeDtypeStruct((3, 192, 96), BF16))],
     "head": Box(jax.ShapeDtypeStruct((128, 2048), BF16)),
     "norm": jax.ShapeDtypeStruct((96,), jnp.float32),
+    "attention": jax.ShapeDtypeStruct((2, 16, 320), BF16),
 }
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 

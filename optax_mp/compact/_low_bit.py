@@ -85,7 +85,7 @@ def low_bit_state(
     vocabulary, the line goes along that axis. Leading axes are batches: of layers,
     experts, heads. If lines would have fewer than 16 values, they go along the axis
     before, or along several. Arrays of one axis have one scale for 256 neighbours, and
-    so have arrays of fewer than 128 long rows, such as stacked norms.
+    so have arrays of fewer than 128 rows of more than 8192 values.
 
     Rounding is at random, without bias. A moving average over a thousand steps changes
     by a thousandth per step, less than the distance between two codes, and would never

@@ -8,12 +8,13 @@ import jax
 from optax_mp.core.trees._typed import type_with
 
 # A line along the last axis, unless the axis before is this many times shorter: as in a
-# head, which has at least so many features. Fewer rows are layers, stacked norms.
+# head, which has at least so many features. Fewer rows are of layers or of attention.
 _MOST_UNEVEN, _FEWEST_FEATURES = 8, 128
 # In shorter lines the scales, of 2 bytes, would take over an eighth of a byte a value.
 _SHORTEST_LINE = 16
-# Neighbours that share a scale where there are no lines.
-_GROUP = 256
+# Neighbours that share a scale where there are no lines: in arrays of one axis, and in a
+# few rows that are longer than those of stacked norms, biases or heads.
+_GROUP, _LONGEST_ROW = 256, 8192
 # The power of a code, by the dtype of the codes. A first moment is as large as
 # gradients, and a second one as their squares, so its power is twice that. Then both
 # tell gradients apart down to 4e-9 of the largest in the line or less. At the largest,
@@ -71,11 +72,12 @@ def choose_lines(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
     in another way. Leading axes are batches: of layers, experts, heads.
     """
     last, before = shape[-1], shape[-2] if len(shape) > 1 else 1
-    if last > _MOST_UNEVEN * before:
-        # Columns of a head over a vocabulary belong to tokens, which are seen more or
-        # less often. A few long rows are treated as an array of one axis is.
-        if before >= _FEWEST_FEATURES:
-            return (-2,), None
+    is_few, is_wide = before < _FEWEST_FEATURES, last > _MOST_UNEVEN * before
+    # Columns of a head over a vocabulary belong to tokens, which are seen more or less
+    # often.
+    if is_wide and not is_few:
+        return (-2,), None
+    if is_wide and (len(shape) == 1 or last > _LONGEST_ROW):
         return (-1,), _GROUP if last > _GROUP else None
     if last >= _SHORTEST_LINE:
         return (-1,), None
