@@ -58,7 +58,7 @@ compact/_codes.py | is_finite = lax.lt(largest, _INFINITY) | is_finite = lax.le(
 compact/_codes.py | if has_untold_ranks(values): | if False: | compact/test_low_bit_on_devices.py
 compact/_quantized.py | {"int8": 4, "uint8": 8 | {"int8": 2, "uint8": 4 | compact/test_low_bit.py
 compact/_code_choice.py | is_moment and n not in stay: | is_moment and n not in starts: | compact/test_full_precision.py
-compact/_quantized.py | if last > _MOST_UNEVEN * before: | if last >= _MOST_UNEVEN * before: | compact/test_codes.py
+compact/_quantized.py | last > _MOST_UNEVEN * before | last >= _MOST_UNEVEN * before | compact/test_codes.py
 compact/_code_choice.py | decays or is_rooted and n not in positions | decays or is_rooted | compact/test_full_precision.py
 compact/_code_choice.py | is_wide = n in whole.multiplied &#124; whole.factored | is_wide = n in whole.factored | compact/test_full_precision.py
 compact/_code_choice.py | flow.shrinks and _is_number(leaves[i]) | False | compact/test_full_precision.py
@@ -66,7 +66,7 @@ compact/_low_bit.py | seed, _SALT, state.step_count) | seed, _SALT, 0) | compact
 compact/_flows.py | case "max" &#124; "min" if first and inputs[1].terms: | case "max" &#124; "min": | compact/test_full_precision.py
 core/masters/_split.py | magnitude = lax.min(lax.add(magnitude, more), _LARGEST) | magnitude = lax.add(magnitude, more) | masters/test_split.py
 core/masters/_split.py | return jnp.where(rises, rounded + 2 * half_place, rounded) | return rounded | masters/test_split.py
-core/masters/_transform.py | rounding_keys(len(stored), 0, _SALT, count) | rounding_keys(len(stored), 0, _SALT, 0) | masters/test_split.py
+core/masters/_transform.py | rounding_keys(len(stored), 0, _SALT, count) | rounding_keys(len(stored), 0, _SALT, 0) | properties/test_properties.py
 checkpoints/_convert.py | state = state._replace(step_count=counts[0]) | counts = counts | checkpoints/test_convert.py
 compact/_stochastic.py | rounding_keys(len(wide), seed, state.step_count) | rounding_keys(len(wide), seed, 0) | compact/test_stochastic.py
 core/masters/_split.py | np.int32((1 << shift) // 2) | np.int32(0) | masters/test_split.py

@@ -1,6 +1,7 @@
 """stochastic_rounding: 16-bit params that follow float32 on average."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 from comparison import as_bits
 from reference import rounded
+from slow_cases import mostly_slow
 
 from optax_mp import low_bit_state, stochastic_rounding
 
@@ -159,9 +161,12 @@ def slope_of_rate(make, dtype, is_scanned):
     return float(jax.jit(jax.grad(after))(1e-2))
 
 
-@pytest.mark.parametrize("is_scanned", [False, True])
-@pytest.mark.parametrize(
-    "inner", [optax.adam, functools.partial(optax.sgd, momentum=0.9)]
+@mostly_slow(
+    ("inner", "is_scanned"),
+    itertools.product(
+        [optax.adam, functools.partial(optax.sgd, momentum=0.9)], [False, True]
+    ),
+    lambda inner, is_scanned: inner is optax.adam and not is_scanned,
 )
 def test_steps_are_differentiated_as_those_of_float32(inner, is_scanned):
     """Rounding is the identity for derivatives; codes hand on no slope at all."""

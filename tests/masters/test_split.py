@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from reference import follow, join, remainder, rounded
 from slow_cases import mostly_slow
 from steps import by_update, take_steps
@@ -516,67 +515,6 @@ def eagerly(step, params, state, grads):
     for g in grads:
         params, state = step(params, state, g)
     return params, state
-
-
-def in_a_scan(step, params, state, grads):
-    return jax.lax.scan(lambda c, g: (step(*c, g), None), (params, state), grads)[0]
-
-
-def restored(step, params, state, grads):
-    params, state = step(params, state, grads[0])
-    leaves, treedef = jax.tree.flatten((params, state))
-    saved = [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in leaves]
-    loaded = [jnp.asarray(np.frombuffer(b, d).reshape(s)) for d, s, b in saved]
-    return eagerly(step, *treedef.unflatten(loaded), grads[1:])
-
-
-def on_devices(count, kind):
-    def run(step, params, _, grads):
-        devices = jax.devices()[:count]
-        mesh = jax.make_mesh((count,), ("a",), axis_types=(kind,), devices=devices)
-        with jax.set_mesh(mesh):
-            params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("a")))
-            grads = [jax.device_put(g, params.sharding) for g in grads]
-            return eagerly(step, params, jax.jit(exact_sums().init)(params), grads)
-
-    return run
-
-
-def exact_sums():
-    """Return a rule whose products are exact, so that no sum is rounded in two ways."""
-    return mixed(optax.sgd(0.25, momentum=0.5), 8)
-
-
-WAYS = {
-    "op by op": lambda *args: eagerly(by_update(exact_sums()), *args[1:]),
-    "in a scan": in_a_scan,
-    "restored": restored,
-    "on 2 devices": on_devices(2, AxisType.Auto),
-    "on 8 devices": on_devices(8, AxisType.Explicit),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_draws_the_same_numbers_in_any_way(way):
-    want = eagerly(*draws(exact_sums()))
-    assert int(want[1].step_count) == 3
-    got = WAYS[way](*draws(exact_sums()))
-    assert same_bits(got, want)
-
-
-@pytest.mark.parametrize("is_link", [False, True])
-def test_a_skipped_step_draws_no_numbers(is_link):
-    scale = optax_mp.dynamic_loss_scale
-    tx = optax.chain(scale(), exact_sums()) if is_link else scale(exact_sums())
-    step, params, state, grads = draws(tx)
-    runs = []
-    for given in (grads, [grads[0], grads[1] * jnp.inf, grads[1], grads[2]]):
-        x, s = params, state
-        for g in given:
-            x, s = step(x, s, g * optax_mp.loss_scale(s))
-        s = s[1] if is_link else s.inner_state
-        runs.append((x, s.master_params, s.step_count))
-    assert int(runs[1][2]) == 3 and same_bits(*runs)
 
 
 def test_two_leaves_and_two_steps_draw_other_numbers():
