@@ -22,7 +22,6 @@ from form_runs import (
     check_leaves,
     check_types,
     copied,
-    init_of,
     masters_of,
     options_of,
     put_masters,
@@ -347,15 +346,16 @@ def test_edits_are_followed(form):
 
 @forms_that(lambda form: not (form.on_host or form.on_mesh), A_FEW.__contains__)
 def test_without_jit_it_is_the_same(form):
-    """`init` and a step, of a few leaves."""
+    """`init` and a step of a few leaves, by a rule that rounds no product."""
+    tx = form.of(optax.chain(optax.trace(0.5), optax.scale(-(2.0**-6))))
     names = params_of(form).keys() & {"layers", "norm", "count", "absent"}
     params, grads = (
         {k: x[k] for k in names} for x in (params_of(form), gradients(form, 0))
     )
-    eager, jitted = (params, form.tx.init(params)), (params, init_of(form)(params))
+    eager, jitted = (params, tx.init(params)), (params, jax.jit(tx.init)(params))
     check_types(form, "init", eager, jitted)
     check_bits(form, "init", eager, jitted)
-    step = by_update(form.tx)
+    step = by_update(tx)
     eager, jitted = step(*eager, grads), jax.jit(step)(*jitted, grads)
     check_types(form, "a step", eager, jitted)
     check_bits(form, "a step", eager, jitted)
