@@ -135,7 +135,4 @@ def test_gradients_that_are_no_longer_scaled_are_warned_of():
                 warnings.simplefilter("always")
                 optax_mp.check_loss_scale(state, grads=given)
             assert len(caught) == count, way
-            assert all(
-                "for the unscaled gradients" in str(w.message)
-                for w in caught
-            )
+            assert all("for the unscaled gradients" in str(w.message) for w in caught)

@@ -429,7 +429,9 @@ def test_a_wrapper_around_a_loss_scale_is_an_error(wrapper, asked, tx, jitted):
 ])  # fmt: skip
 def test_a_loss_scale_after_the_masters_is_an_error(before):
     tx = optax.chain(before, optax_mp.dynamic_loss_scale())
-    message = "loss scale before `mixed_precision`, got it after, in the chain opt_state"
+    message = (
+        "loss scale before `mixed_precision`, got it after, in the chain opt_state"
+    )
     with pytest.raises(ValueError, match=message):
         GRADIENT(tx.init(PARAMS), PARAMS, X)
 
