@@ -19,6 +19,7 @@ def test_everything_is_measured_or_said_to_be_left_out(tmp_path):
     assert max(losses) - min(losses) < 0.01
 
 
+@pytest.mark.slow
 def test_what_comes_too_late_is_said_to_be_left_out(tmp_path):
     (left_out,) = tables_of(SCRIPT, tmp_path, "--small", "--seconds", "0").values()
     assert {row["why"] for row in left_out} == {"TimeoutError: 0 seconds were over"}
