@@ -152,7 +152,13 @@ def run(*case):
     return trace(*case)[0].lower().compile()(X, W)
 
 
-@mostly_slow(("name", "kinds"), CASES, lambda *case: case in RUN_BY_DEFAULT)
+# Each kind of derivative in a program of its own; all of `CASES` are traced below.
+@mostly_slow(
+    ("name", "kinds"),
+    [*RUN_BY_DEFAULT, ("grad(remat(amp))", "vjp vjp"), ("amp(grad)", "vjp jvp"),
+     *((name, "jvp jvp") for name in FORWARD)],
+    lambda *case: case in RUN_BY_DEFAULT,
+)  # fmt: skip
 def test_gradients_with_symbolic_zeros_are_those_without_amp(name, kinds):
     assert error(run(name, kinds, amp), run(name, kinds, lambda fun: fun)) < 2e-2
 

@@ -1,7 +1,6 @@
 """stochastic_rounding: 16-bit params that follow float32 on average."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -163,9 +162,7 @@ def slope_of_rate(make, dtype, is_scanned):
 
 @mostly_slow(
     ("inner", "is_scanned"),
-    itertools.product(
-        [optax.adam, functools.partial(optax.sgd, momentum=0.9)], [False, True]
-    ),
+    [(optax.adam, False), (functools.partial(optax.sgd, momentum=0.9), True)],
     lambda inner, is_scanned: inner is optax.adam and not is_scanned,
 )
 def test_steps_are_differentiated_as_those_of_float32(inner, is_scanned):

@@ -11,7 +11,6 @@ import optax.contrib
 import pytest
 from comparison import as_bits, avals
 from optimizers import (
-    DISTINCT,
     OPTIMIZERS,
     example_gradients,
     example_params,
@@ -82,11 +81,14 @@ def assert_negative_zero(updates):
 BUILDS = {"float16": wrapped_masters, "float32": wrapper, "bfloat16": linked_masters}
 
 
+# That a skip keeps every leaf is a property of all forms. What is left are rules with a
+# key for random numbers, and with steps of their own inside.
 @mostly_slow(
     ("name", "dtype"),
-    itertools.product(sorted(DISTINCT), BUILDS),
-    lambda *case: case in {("adamw", "float16"), ("adamw", "bfloat16")},
-)
+    [*itertools.product(["adamw"], ["float16", "bfloat16"]),
+     ("noisy_sgd", "float32"), ("sam", "float16")],
+    lambda name, dtype: name == "adamw",
+)  # fmt: skip
 def test_a_run_with_bad_steps_is_bitwise_the_run_without_them(name, dtype):
     tx = BUILDS[dtype](OPTIMIZERS[name]())
     step = jax.jit(stepper(tx, name))
@@ -256,39 +258,8 @@ def test_complex_leaves_are_unscaled_and_skipped():
     assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
 
 
-# Stability, transformations, devices.
-
-
-OVER_BUILDS = mostly_slow(
-    "build",
-    [wrapper, wrapped_masters, linked_masters],
-    lambda build: build == wrapped_masters,
-)
-
-
-@OVER_BUILDS
-def test_the_state_is_stable_and_the_step_compiles_once_with_donation(build):
-    tx = build(optax.adamw(1e-2))
-    traces = []
-
-    def step(params, state, grads):
-        traces.append(1)
-        return stepper(tx)(params, state, grads)[:2]
-
-    step = jax.jit(step, donate_argnums=(0, 1))
-    params = example_params("float32" if build == wrapper else "float16")
-    carry = params, tx.init(params)
-    before = avals(carry)
-    for grads in gradients_for("", 3):
-        carry = step(*carry, grads)
-        carry = step(*carry, spoiled(grads))
-        assert avals(carry) == before
-    assert len(traces) == 1
-
-
-@OVER_BUILDS
-def test_vmap_skips_each_member_for_itself(build):
-    tx = build(optax.adamw(1e-2))
+def test_members_of_a_vmap_have_scales_of_their_own():
+    tx = wrapped_masters(optax.adamw(1e-2))
     params = {"kernel": jnp.ones((3, 2, 2), jnp.float16)}
     state = jax.vmap(tx.init)(params)
     grads = {"kernel": np.ones((3, 2, 2), np.float32)}

@@ -179,6 +179,20 @@ BY_DEFAULT = {"mixed_precision", "dynamic_loss_scale"}
 FORM = mostly_slow("form", FORMS, lambda form: form in BY_DEFAULT)
 
 
+def in_forms(name, cases):
+    """Parametrise over cases of (form, `name`), by default eager and under jit."""
+    return mostly_slow(
+        ("form", name, "jitted"),
+        [
+            (*case, jitted)
+            for case in cases
+            for jitted in (False, True)
+            if jitted or case[0] in BY_DEFAULT
+        ],
+        lambda form, *_: form in BY_DEFAULT,
+    )
+
+
 @FORM
 def test_init_refuses_an_optimizer(form):
     message = "`params` to be the params of a model, got a .*Transformation"
@@ -193,7 +207,8 @@ class Net(NamedTuple):
 
 @mostly_slow(
     ("form", "leaf"),
-    [(form, leaf) for form in FORMS for leaf in ("relu", jax.nn.relu, object())],
+    [(form, "relu") for form in FORMS]
+    + [("mixed_precision", leaf) for leaf in (jax.nn.relu, object())],
     lambda form, leaf: form in BY_DEFAULT and leaf == "relu",
 )
 def test_init_refuses_what_cannot_be_trained(form, leaf):
@@ -205,11 +220,9 @@ def test_init_refuses_what_cannot_be_trained(form, leaf):
 ORDERS = ["params, grads, state", "state, grads, params", "grads, params, state"]
 
 
-@JITTED
-@mostly_slow(
-    ("form", "order"),
+@in_forms(
+    "order",
     [(x, y) for x in FORMS for y in ORDERS if x in BY_DEFAULT or y == ORDERS[0]],
-    lambda form, _: form in BY_DEFAULT,
 )
 def test_update_names_a_state_in_another_place(form, order, jitted):
     tx = FORMS[form]()
@@ -222,9 +235,11 @@ def test_update_names_a_state_in_another_place(form, order, jitted):
         call(tx.update, args, jitted)
 
 
-@JITTED
-@FORM
-@pytest.mark.parametrize("before", [(8, 4), (2, 4, 4), (4,)])
+@in_forms(
+    "before",
+    [(form, (4,)) for form in FORMS]
+    + [(form, before) for form in sorted(BY_DEFAULT) for before in ((8, 4), (2, 4, 4))],
+)
 def test_a_shape_that_changed_since_init_is_named(form, before, jitted):
     tx = FORMS[form]()
     state = tx.init(PARAMS | {"w": jnp.ones(before, BF16)})
@@ -245,16 +260,14 @@ def test_update_without_params_says_so(form, jitted):
         call(tx.update, (GRADS, tx.init(PARAMS)), jitted)
 
 
-@JITTED
-@mostly_slow(
-    ("form", "spoil"),
+@in_forms(
+    "spoil",
     [
         (form, spoil)
         for form in FORMS
         for spoil in ("None", "missing", "extra", "shape", "one number", "integers")
         if form in BY_DEFAULT or spoil == "shape"
     ],
-    lambda form, spoil: form in BY_DEFAULT,
 )
 def test_update_names_a_gradient_that_is_none_of_the_param(form, spoil, jitted):
     of_b = r"gradient of \['b'\] to be "
@@ -276,16 +289,13 @@ def test_update_names_a_gradient_that_is_none_of_the_param(form, spoil, jitted):
 OTHERS = {
     "sgd": optax.sgd(0.1),
     "a chain": optax.chain(optax.clip(1.0), ADAM),
-    "adamw": optax.adamw(1e-3),
 }
 
 
-@JITTED
-@mostly_slow(
-    ("form", "other"),
+@in_forms(
+    "other",
     [("dynamic_loss_scale", x) for x in OTHERS]
     + [(x, "a chain") for x in ("stochastic_rounding", "low_bit_state", "Split(8)")],
-    lambda form, other: form in BY_DEFAULT and other in ("sgd", "a chain"),
 )
 def test_the_state_of_another_optimizer_is_an_error(form, other, jitted):
     """Of optax or JAX, where they see it."""
@@ -408,10 +418,9 @@ ASKED = {
 
 
 @JITTED
-@mostly_slow(
+@pytest.mark.parametrize(
     ("wrapper", "asked"),
-    [(wrapper, asked) for wrapper in WRAPPERS for asked in ASKED],
-    lambda wrapper, asked: asked == "value_and_grad" or wrapper == "MultiSteps",
+    [("apply_if_finite", "value_and_grad"), *(("MultiSteps", x) for x in ASKED)],
 )
 @pytest.mark.parametrize("tx", [SCALED, optax_mp.static_loss_scale(ADAM)])
 def test_a_wrapper_around_a_loss_scale_is_an_error(wrapper, asked, tx, jitted):
