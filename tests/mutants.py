@@ -102,7 +102,7 @@ core/scaling/_rule.py | jnp.where(is_stuck, AT_FLOOR, hysteresis_left) | hystere
 core/scaling/_rule.py | jnp.where(is_due, hysteresis, hysteresis_left) | jnp.where(grows, hysteresis, hysteresis_left) | scaling/test_rule.py
 core/trees/_tree.py | x.astype(_dtypes.at_least_float32(x.dtype)) if _dtypes.is_floating(x) else x | x | scaling/test_gradients.py
 core/scaling/_values.py | ~finite & (tries < redo_on_nan) | ~finite & (tries <= redo_on_nan) | scaling/test_retries.py
-core/scaling/_gradients.py | opt_state = plain(opt_state) | opt_state = plain(opt_state); events.clear() | system/test_mistakes.py
+core/scaling/_gradients.py | has_scaled_itself &#124;= "scales its loss" | has_scaled_itself = "scales its loss" | system/test_mistakes.py
 core/scaling/_state.py | np.ravel, counts)))[-1] | np.ravel, counts)))[0] | scaling/test_check.py
 devices/_offload.py | _updates.select(proceed, new, before) | new | devices/test_offload.py
 devices/_offload.py | _, held = lax.optimization_barrier((grads, held)) | pass | devices/test_offload.py
