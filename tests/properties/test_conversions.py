@@ -9,6 +9,7 @@ import optax
 import pytest
 from form_runs import (
     bare_runs,
+    check_bits,
     check_leaves,
     check_types,
     init_of,
@@ -37,6 +38,12 @@ for are_links in False, True:
     for old, new in itertools.pairwise([*group, group[0]]):
         PAIRS += [(old, new), (new, old)]
 BY_DEFAULT = [tuple(named("masters", "scaled, average, 5 bytes"))]
+# There and back, and from counters of random numbers.
+STACKED = [
+    *BY_DEFAULT,
+    BY_DEFAULT[0][::-1],
+    tuple(named("stochastic, low-bit", "Split(8)")),
+]
 
 
 @mostly_slow(
@@ -51,7 +58,8 @@ def test_a_converted_run_goes_on(old, new):
     convert = functools.partial(
         optax_mp.convert_opt_state, from_tx=old.tx, to_tx=new.tx
     )
-    found = jax.jit(convert)(state, params)
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.jit(convert)(state, params)
     check_types(form, "converted", found, init_of(new)(params))
     ((_, schedule),) = find_states(found, optax.ScaleByScheduleState)
     assert int(schedule.count) == 2, form
@@ -65,3 +73,21 @@ def test_a_converted_run_goes_on(old, new):
     after = masters_of(take(new, (params, found), 2))
     what = f"within {near} of the way"
     check_leaves(form, what, after, jax.device_get(want), is_near, start)
+
+
+@mostly_slow(("old", "new"), STACKED, lambda *pair: pair in BY_DEFAULT, ids=str)
+def test_stacked_states_are_converted_by_vmap(old, new):
+    """Each member as it is alone, with all of its numbers."""
+    form = f"{old} to {new}"
+    convert = functools.partial(
+        optax_mp.convert_opt_state, from_tx=old.tx, to_tx=new.tx
+    )
+    members = [run_of(old)[i][::-1] for i in (1, 3)]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *members)
+    found = jax.jit(jax.vmap(convert))(*stacked)
+    alone = jax.jit(convert)
+    for i, member in enumerate(members):
+        got = jax.tree.map(lambda x, i=i: x[i], found)
+        check_bits(form, f"member {i}", got, alone(*member))
+    with pytest.raises(ValueError, match="convert a state of `jax.vmap.tx.init.` by"):
+        convert(*stacked)
