@@ -115,7 +115,7 @@ devices/_shardings.py | if any(name in names for names in whole for name in axes
 checkpoints/_convert.py | return type(node)(**fields) | return node | checkpoints/test_convert.py
 checkpoints/_convert.py | if any(isinstance(x, StochasticRoundingState) for _, x in own): | if False: | checkpoints/test_convert.py
 checkpoints/_convert.py | same = [x for x in old if x.position == at] | same = old | checkpoints/test_convert.py
-checkpoints/_convert.py | _refuse_stacked(state, expected) | pass | checkpoints/test_convert.py
+checkpoints/_convert.py | _refuse_stacked(state, expected) | pass | properties/test_conversions.py
 checkpoints/_convert.py | and jax.tree.leaves(x.master_params) | and True | checkpoints/test_convert.py
 autocast/_lattice.py | count <= 1 and count < result | count < result | amp/test_amp_rules.py amp/test_amp_models.py
 autocast/_lattice.py | return LOW if strong == {LOW} else FULL | return LOW if LOW in strong else FULL | amp/test_amp_rules.py amp/test_amp_cases.py

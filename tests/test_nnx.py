@@ -9,22 +9,15 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
+from forms import named
 from slow_cases import mostly_slow
 
 import optax_mp
 
 nnx = pytest.importorskip("flax.nnx")
 
-MASTERS = optax_mp.mixed_precision(optax.adam(0.1), update_dtype=jnp.float32)
-FORMS = {
-    "FullCopy": lambda: MASTERS,
-    "Split(16)": lambda: optax_mp.mixed_precision(
-        optax.adam(0.1), storage=optax_mp.Split()
-    ),
-    "Split(8), low_bit_state": lambda: optax_mp.mixed_precision(
-        optax_mp.low_bit_state(optax.adam(0.1)), storage=optax_mp.Split(8)
-    ),
-}
+FULL_COPY, *OTHERS = named("masters", "Split(16)", "5 bytes")
+MASTERS = FULL_COPY.of(optax.adam(0.1))
 
 
 class Net(nnx.Module):
@@ -82,16 +75,21 @@ GIVEN = {
 }
 
 
-@mostly_slow("form", FORMS, lambda form: form == "FullCopy")
-@pytest.mark.parametrize("given", GIVEN)
+@mostly_slow(
+    ("given", "form"),
+    [(given, FULL_COPY) for given in GIVEN]
+    + [("optimizer, model", form) for form in OTHERS],
+    lambda _, form: form is FULL_COPY,
+    ids=str,
+)
 def test_masters_are_read_and_replaced(given, form):
-    tx = FORMS[form]()
+    tx = form.of(optax.adam(0.1))
     model, optimizer = trained(tx)
     state, params = GIVEN[given](model, optimizer)
     expected = optax_mp.master_params(*bare(tx))
     found = optax_mp.master_params(state, params)
     assert as_bits(found) == as_bits({"layer": expected})
-    if form == "FullCopy":
+    if form is FULL_COPY:
         nnx.update(model, jax.tree.map(lambda x: (x + 1).astype("bfloat16"), found))
         state, params = GIVEN[given](model, optimizer)
         others = jax.tree.map(lambda x: x + 1, found)
@@ -136,7 +134,7 @@ def test_reports_are_of_the_params_that_are_trained():
 @pytest.mark.slow
 def test_a_state_is_converted():
     model, optimizer = trained(MASTERS)
-    to_tx = FORMS["Split(16)"]()
+    to_tx = OTHERS[0].of(optax.adam(0.1))
     found = optax_mp.convert_opt_state(optimizer, model, MASTERS, to_tx)
     expected = optax_mp.convert_opt_state(*bare(MASTERS), MASTERS, to_tx)
     assert as_bits(found) == as_bits(expected)
