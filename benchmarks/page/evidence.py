@@ -8,8 +8,8 @@ README's figures, and one for each page of data, which `docs/conf.py` makes with
 site. A field in braces stands for a figure or the tables of a result:
 `{convergence.made}`, `{convergence.tables}`, `{convergence.shown[0]}` for one table,
 and for a cell `{amp[0][amp, bf16][trace]}`: the table by its number or title, row,
-column. Results of an earlier program say so, their cells by a dagger, and what they lack
-is "not made yet".
+column. Results of an earlier program say so, their cells by a dagger, and what they
+lack is "not made yet".
 """
 
 import argparse

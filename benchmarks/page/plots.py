@@ -183,7 +183,8 @@ def draw_gradient_release(figure: Any, records: Records) -> None:
             panel.barh(place, held, color="0.85")
             panel.barh(place, beside, left=held, color=RELEASED[end])
             panel.text(row["peak GB"], place, f" {row['peak GB']:.1f}", va="center")
-        panel.set(title=form, xlim=(0, 26), xlabel="GB: params and state (light), temporaries")
+        panel.set(title=form, xlim=(0, 26))
+        panel.set(xlabel="GB: params and state (light), temporaries")
         panel.set_yticks((0, 1), ("released", "separate step"))
 
 

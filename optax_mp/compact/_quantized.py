@@ -12,8 +12,8 @@ from optax_mp.core.trees._typed import type_with
 _MOST_UNEVEN, _FEWEST_FEATURES = 8, 128
 # In shorter lines the scales, of 2 bytes, would take over an eighth of a byte a value.
 _SHORTEST_LINE = 16
-# Neighbours that share a scale where there are no lines: in arrays of one axis, and in a
-# few rows that are longer than those of stacked norms, biases or heads.
+# Neighbours that share a scale where there are no lines: in arrays of one axis, and in
+# a few rows that are longer than those of stacked norms, biases or heads.
 _GROUP, _LONGEST_ROW = 256, 8192
 # The power of a code, by the dtype of the codes. A first moment is as large as
 # gradients, and a second one as their squares, so its power is twice that. Then both
