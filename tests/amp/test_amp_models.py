@@ -62,6 +62,8 @@ def training_of(model, dtype):
     return trained(problem, tx, autocast(problem.loss, dtype), problem.params)
 
 
+# Training amplifies and averages roundings of 0.4%: the mean of ten losses is 1% off at
+# most.
 def last(losses):
     return losses[-10:].astype(np.float32).mean()
 

@@ -139,7 +139,8 @@ def test_a_schedule_is_given_the_number_of_steps_taken_before():
     found = float32_of(weights, "w")
     taken = [found[i] for i in range(1, 10) if i - 1 not in (0, 4)]
     assert as_bits(averages[1]) == as_bits(averages[0])
-    np.testing.assert_allclose(averages[-1]["w"], np.mean(taken, 0), rtol=1e-5)
+    # Two roundings of float32 in each of seven steps, of 2^-24 each.
+    np.testing.assert_allclose(averages[-1]["w"], np.mean(taken, 0), rtol=1e-6)
     assert int(state.step_count) == 7
 
 
@@ -225,7 +226,7 @@ def test_what_apply_if_finite_takes_in_the_end_counts(inner, is_group):
         weights.append(np.asarray(now["w"]))
     assert counts == [1, 1, 2]
     want = averages_by_numpy([*weights[:2], weights[3]])[-1]
-    np.testing.assert_allclose(state.average["w"], want, rtol=1e-6)
+    np.testing.assert_array_equal(state.average["w"], want)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
@@ -241,7 +242,7 @@ def test_it_averages_params_of_8_bits_after_wider_updates(dtype, inner):
         params = {"w": wide.astype(dtype)}
         weights.append(np.asarray(optax_mp.master_params(state, params)["w"]))
     want = averages_by_numpy(weights)[-1]
-    np.testing.assert_allclose(state.average["w"], want, rtol=1e-6)
+    np.testing.assert_array_equal(state.average["w"], want)
     assert weights[-1][0] < 1
 
 
@@ -296,7 +297,7 @@ def test_the_orders_of_the_guide_average_the_weights():
         assert len(found) == order.count("with_average")
         for node in found:
             got = jax.device_get(node.average["train"])
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=order)
+            np.testing.assert_array_equal(got, want, err_msg=order)
 
 
 @pytest.mark.parametrize("form", [averaged, FORMS["inside"][0]])
@@ -339,7 +340,7 @@ def test_boxes_masks_and_edits():
     plain = optax.apply_updates(plain, updates)
     found = optax_mp.average_params(state, plain)
     half_way = (1 + float(plain["w"].value[0, 0])) / 2
-    np.testing.assert_allclose(found["w"].value, half_way, rtol=1e-6)
+    np.testing.assert_array_equal(found["w"].value, np.float32(half_way))
     # A projection between two steps is followed as masters follow it.
     tx, params = averaged(MASTERS), {"w": jnp.ones(2, jnp.bfloat16)}
     state = optax_mp.follow_params(tx.init(params), {"w": params["w"] / 2})

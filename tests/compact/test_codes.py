@@ -195,7 +195,8 @@ def test_nearest_codes_stay_where_they_are(dtype):
     # A line's largest may be under its scale, by a code, and then gives a smaller one.
     third = encoded(decoded(second), dtype)
     assert as_bits(third) == as_bits(encoded(decoded(third), dtype))
-    np.testing.assert_allclose(decoded(third), decoded(first), rtol=0.05, atol=1e-9)
+    # Less than the distance of two codes, 3% to 8%.
+    np.testing.assert_allclose(decoded(third), decoded(first), rtol=0.02, atol=0)
 
 
 def test_values_that_are_codes_stay_at_random_too():

@@ -172,8 +172,10 @@ def test_steps_are_differentiated_as_those_of_float32(inner, is_scanned):
     for dtype in (jnp.bfloat16, jnp.float16):
         rounding = lambda rate: stochastic_rounding(inner(rate))  # noqa: E731
         found = slope_of_rate(rounding, dtype, is_scanned)
-        np.testing.assert_allclose(found, want, rtol=5e-3)
+        # Gradients of a loss at weights that are rounded, by 2^-8 each to either side.
+        np.testing.assert_allclose(found, want, rtol=2e-3)
     for bits in (8, 16):
         coded = lambda rate: low_bit_state(inner(rate), min_size=64, bits=bits)  # noqa: B023, E731
         found = slope_of_rate(coded, jnp.float32, is_scanned)
-        np.testing.assert_allclose(found, want, rtol=1e-2)
+        # And at weights of steps that codes made, by 8% of a hundredth at most.
+        np.testing.assert_allclose(found, want, rtol=2e-3)

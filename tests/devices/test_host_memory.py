@@ -24,6 +24,7 @@ def test_the_state_is_on_the_device_during_a_step_alone(tmp_path):
     assert len(found) == 2
     for row, state in zip(found, (12, 3), strict=True):
         assert row["state on the host"] == row["overwritten there"], row
+        # Bytes for each weight, beside counters and scales.
         assert row["state on the host"] == pytest.approx(state, abs=0.01), row
         assert row["device holds"] == pytest.approx(4, abs=0.01), row
         # One array of codes, which a TPU stores in other tiles than its host.

@@ -61,7 +61,7 @@ def test_trainers_find_injected_hyperparameters():
         model = nnx.Linear(128, 128, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         opt_state = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state
         rate = optax.tree.get(nnx.as_pure(opt_state), "hyperparams")["learning_rate"]
-        assert float(rate) == pytest.approx(1e-2)
+        assert float(rate) == np.float32(1e-2)
         assert float(learning_rate_as_tunix_reads_it(opt_state)) == float(rate)
         if tx is not adamw:
             logged = optax_mp.metrics(nnx.as_pure(opt_state))["learning_rate"]
@@ -117,6 +117,7 @@ def test_micro_batches_are_summed_in_float32_and_a_bad_one_skips_the_step():
         for i in range(64)
     ]
     mean = np.mean(np.asarray(each, np.float64), 0)
+    # Float32 sums, of half a unit, 6e-8, for each batch.
     assert np.linalg.norm(grads["w"] - mean) < 1e-6 * np.linalg.norm(mean)
     copies = jax.tree.map(jnp.copy, (params, state))
     after, skipped, _ = names["accumulated_step"](*copies, x.at[7].set(jnp.nan))
@@ -138,7 +139,9 @@ def test_merged_adapters_compute_what_they_did_and_start_again():
     before, adapter = model(x), model.hidden.lora_a[...]
     assert model.hidden.lora_b[...].any()
     names["merge"](model, optimizer, nnx.Rngs(9))
-    np.testing.assert_allclose(*map(np.float32, (model(x), before)), atol=0.05)
+    # The merged kernel is rounded to bfloat16, by 2^-9 of itself; outputs are about 4.
+    found = model(x).astype(np.float32)
+    np.testing.assert_allclose(found, before.astype(np.float32), rtol=0, atol=2**-5)
     assert not model.hidden.lora_b[...].any()
     assert (model.hidden.lora_a[...] != adapter).any()
     state = nnx.as_pure(optimizer.opt_state)

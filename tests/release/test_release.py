@@ -94,6 +94,7 @@ def assert_same(a, b, exact=True):
         if exact:
             np.testing.assert_array_equal(x, y)
         else:
+            # Sums in another order, a product and a sum rounded once or twice.
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-7)
 
     jax.tree.map(check, a, b)
@@ -371,6 +372,7 @@ def test_two_stacks_have_two_optimizers_and_one_norm(max_norm):
     step = separately(two_stacks, apart, max_norm=max_norm)
     expected = train(jax.jit(step), state, layers, rest_of(), batches()[:1])
     for a, b in zip(*map(jax.tree.leaves, (released[1], expected[1])), strict=True):
+        # The factor of a norm, which is summed in another order.
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
     assert_same(released[:3], expected[:3], exact=False)
     assert_moved(released[2], layers)
@@ -441,6 +443,7 @@ def test_an_overflow_in_one_layer_skips_the_step_of_all(name):
         verdicts = (state if scale is SAME else of_rest).last_finite
         assert np.all(verdicts == other.last_finite)
         for a, b in zip(*map(jax.tree.leaves, (params, (layers, rest))), strict=True):
+            # Two units of float16, one for a param and one for its gradient.
             np.testing.assert_allclose(a, b, rtol=2e-3 if dtype == "float16" else 1e-5)
     assert moves < 5 if dtype == "float16" else moves == 5
     assert optax_mp.loss_scale(of_rest) == optax_mp.loss_scale(other)

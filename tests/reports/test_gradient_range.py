@@ -74,7 +74,8 @@ def test_what_a_format_would_do_is_known_to_the_octave(grads, loss_scale):
         )
         found = shares(report, dtype, loss_scale=loss_scale)
         assert more[0] <= found[0] <= less[0] and less[2] <= found[2] <= more[2]
-        np.testing.assert_allclose(found, near, atol=0.03)
+        # All numbers of an octave count as its middle does.
+        np.testing.assert_allclose(found, near, rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("dtype", FORMATS[1:])
@@ -161,6 +162,7 @@ def test_reports_draw_their_bars():
         report = optax_mp.memory_report(tx.init(params), params)
         drawn = report.plot(pyplot.subplots()[1])
         tops = [x.get_y() + x.get_height() for x in drawn.patches]
+        # There are counters of 4 bytes beside 4,096 weights.
         assert tops[-2:] == pytest.approx([total, 12], abs=0.01)
         assert len(drawn.patches) == 2 * len(report.by_role())
     pyplot.close("all")

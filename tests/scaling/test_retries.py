@@ -83,9 +83,9 @@ def test_every_kind_of_loss_scale_gives_the_gradients_of_jax(kind):
     want_loss, want = reference_gradients(params, x)
     assert jax.tree.structure(new) == jax.tree.structure(scale)
     assert new.loss_scale == scale.loss_scale
+    # Sums in another order where XLA fuses.
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     for name, grad in grads.items():
-        # Sums in another order where XLA fuses.
         np.testing.assert_allclose(grad, want[name], rtol=1e-4, atol=1e-6)
 
 

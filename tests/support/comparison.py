@@ -47,4 +47,5 @@ def check_alike(got, want, codes=1e-3, wider=2e-2):
         for params, state in (got, want)
     ]
     for a, b in zip(*masters, strict=True):
-        np.testing.assert_allclose(*map(np.asarray, (a, b)), rtol=1e-2, atol=1e-9)
+        # Where a code differs a step is 8% another, of a hundredth of a master.
+        np.testing.assert_allclose(*map(np.asarray, (a, b)), rtol=1e-3, atol=1e-9)

@@ -298,6 +298,7 @@ def run(seed, values=VALUES):
             ]
             want = bare_step(grads, old.inner_state, masters[0])
             have = masters[1], new.inner_state
+            # Remainders of 8 bits are 2^-16 of a weight; else XLA rounds otherwise.
             tolerance = 1e-3 if case.storage == optax_mp.Split(8) else 1e-4
             assert_near(have, want, "the bare optimizer", tolerance, ~is_bad)
         params, state = after
