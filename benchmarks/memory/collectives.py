@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--errors", action="store_true", help="errors of sums alone")
     record.add_option(parser)
     args = parser.parse_args()
+    # Another process may compile for a TPU at the same time.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if not (args.tpu or args.gpu):
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"

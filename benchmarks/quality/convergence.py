@@ -85,7 +85,6 @@ FORMS = (
     Form("float32", unchanged, "float32"),
     Form("bf16, naive", unchanged),
     Form("bf16, FullCopy", masters(FULL)),
-    Form("bf16, FullCopy, bf16 moments", masters(FULL, low_bit(dtype=jnp.bfloat16))),
     Form("bf16, Split(16)", masters(SPLIT16)),
     Form("bf16, Split(16), 16-bit moments", masters(SPLIT16, low_bit(bits=16))),
     Form("bf16, Split(8)", masters(SPLIT8)),

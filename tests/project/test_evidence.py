@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from benchmark_rows import BENCHMARKS, FOLDERS
 
@@ -370,6 +372,18 @@ def short_training(monkeypatch, tmp_path):
     """Keep the pretrained weights of a short run apart from a user's."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+@pytest.mark.parametrize("name", ["convergence", "finetune", "language"])
+def test_every_form_that_is_trained_can_be_made(script, name):
+    """Also of a script that no test runs."""
+    if name == "language":
+        pytest.importorskip("orbax.checkpoint")
+    forms = script(name).FORMS
+    forms = forms.values() if isinstance(forms, dict) else forms
+    for form in (getattr(form, "form", form) for form in forms):
+        params = {"w": jnp.ones((8, 8), getattr(form, "param_dtype", "bfloat16"))}
+        jax.eval_shape(form.wrap(optax.adamw(1e-3)).init, params)
 
 
 @pytest.mark.slow
