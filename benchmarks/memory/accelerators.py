@@ -40,9 +40,9 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import record  # noqa: E402
 import traffic  # noqa: E402
-from forms import FORMS, Form, Shapes, by_optax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from optimizer_forms import FORMS, Form, Shapes, by_optax  # noqa: E402
 
 import optax_mp  # noqa: E402
 

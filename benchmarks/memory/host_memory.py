@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import record
-from forms import adamw, by_optax, clipped, compact, masters, scaled
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optimizer_forms import adamw, by_optax, clipped, compact, masters, scaled
 
 import optax_mp
 

@@ -37,11 +37,11 @@ from typing import Any
 # First: it tells JAX that no hardware is to be looked for.
 import accelerators
 import fingerprints
-import forms
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizer_forms as forms
 import record
 import traffic
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

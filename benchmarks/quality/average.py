@@ -22,7 +22,7 @@ import numpy as np
 import optax
 import record
 from finetune import interval
-from forms import adamw, compact, masters
+from optimizer_forms import adamw, compact, masters
 from sklearn.datasets import load_digits
 
 import optax_mp

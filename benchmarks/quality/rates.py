@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any
 
-import forms
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizer_forms as forms
 import record
 
 import optax_mp

@@ -20,11 +20,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import forms
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizer_forms as forms
 import record
 from the_demo import Settings, drawer, init_params, make_loss, read_corpus
 

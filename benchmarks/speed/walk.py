@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forms
 import jax
 import jax.numpy as jnp
 import optax
+import optimizer_forms as forms
 import record
 
 import optax_mp
