@@ -33,11 +33,11 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import amp  # noqa: E402
-import forms  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+import optimizer_forms as forms  # noqa: E402
 import optimizer_step  # noqa: E402
 import record  # noqa: E402
 
