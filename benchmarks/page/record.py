@@ -49,8 +49,6 @@ ABOUT = {
     "fingerprints": "10 s",
     "language": "about 5 h",
     "on_device": "up to 9 min",
-    "reinforcement": "about 10 min",
-    "training_step": "about 30 min",
     "walk": "10 s",
 }
 NOT_FINITE = "NaN"

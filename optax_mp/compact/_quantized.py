@@ -72,13 +72,13 @@ def choose_lines(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
     in another way. Leading axes are batches: of layers, experts, heads.
     """
     last, before = shape[-1], shape[-2] if len(shape) > 1 else 1
-    is_few, is_wide = before < _FEWEST_FEATURES, last > _MOST_UNEVEN * before
-    # Columns of a head over a vocabulary belong to tokens, which are seen more or less
-    # often.
-    if is_wide and not is_few:
-        return (-2,), None
-    if is_wide and (len(shape) == 1 or last > _LONGEST_ROW):
-        return (-1,), _GROUP if last > _GROUP else None
+    if last > _MOST_UNEVEN * before:
+        # Columns of a head over a vocabulary belong to tokens, which are seen more or
+        # less often.
+        if before >= _FEWEST_FEATURES:
+            return (-2,), None
+        is_row = len(shape) > 1 and last <= _LONGEST_ROW
+        return (-1,), None if is_row or last <= _GROUP else _GROUP
     if last >= _SHORTEST_LINE:
         return (-1,), None
     if before >= _SHORTEST_LINE:
