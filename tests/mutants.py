@@ -58,6 +58,7 @@ compact/_codes.py | is_finite = lax.lt(largest, _INFINITY) | is_finite = lax.le(
 compact/_codes.py | if has_untold_ranks(values): | if False: | compact/test_low_bit_on_devices.py
 compact/_quantized.py | {"int8": 4, "uint8": 8 | {"int8": 2, "uint8": 4 | compact/test_low_bit.py
 compact/_code_choice.py | is_moment and n not in stay: | is_moment and n not in starts: | compact/test_full_precision.py
+compact/_quantized.py | last <= _LONGEST_ROW | last < _LONGEST_ROW | compact/test_codes.py
 compact/_quantized.py | last > _MOST_UNEVEN * before | last >= _MOST_UNEVEN * before | compact/test_codes.py
 compact/_code_choice.py | decays or is_rooted and n not in positions | decays or is_rooted | compact/test_full_precision.py
 compact/_code_choice.py | is_wide = n in whole.multiplied &#124; whole.factored | is_wide = n in whole.factored | compact/test_full_precision.py

@@ -10,7 +10,7 @@ import optax
 import pytest
 from comparison import as_bits, avals
 from guide import GUIDE
-from host_memory import UNFUSED, kinds, needs_memories
+from hosted_steps import UNFUSED, kinds, needs_memories
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from slow_cases import mostly_slow

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
-from host_memory import UNFUSED, needs_memories
+from hosted_steps import UNFUSED, needs_memories
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_arrays import arrays, compact

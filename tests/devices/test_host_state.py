@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from comparison import as_bits
-from host_memory import (
+from hosted_steps import (
     ADAMW,
     compact,
     hosted,

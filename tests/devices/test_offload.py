@@ -9,7 +9,7 @@ import pytest
 from comparison import as_bits
 from forms import named
 from guide import names_of
-from host_memory import (
+from hosted_steps import (
     ADAMW,
     HOST,
     UNFUSED,

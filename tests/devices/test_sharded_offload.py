@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from communication import sent_by
 from comparison import as_bits
-from host_memory import (
+from hosted_steps import (
     ADAMW,
     HOST,
     UNFUSED,

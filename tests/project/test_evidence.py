@@ -374,6 +374,12 @@ def short_training(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", None)
 
 
+def test_no_benchmark_has_the_name_of_a_helper_of_tests():
+    """One would be imported in place of the other."""
+    helpers = {path.name for path in (HERE / "tests" / "support").glob("*.py")}
+    assert helpers and helpers.isdisjoint(x.name for x in BENCHMARKS.glob("*/*.py"))
+
+
 @pytest.mark.parametrize("name", ["convergence", "finetune", "language"])
 def test_every_form_that_is_trained_can_be_made(script, name):
     """Also of a script that no test runs."""

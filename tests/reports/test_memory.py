@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from host_memory import needs_memories
+from hosted_steps import needs_memories
 
 from optax_mp import (
     Split,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from comparison import as_bits, avals
 from forms import Form, floating, gradients, params_of, placed, widened
-from host_memory import UNFUSED
+from hosted_steps import UNFUSED
 from jax.tree_util import keystr
 from steps import by_update
 
