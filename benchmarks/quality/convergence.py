@@ -228,9 +228,11 @@ def regression() -> Task:
 TASKS = transformer, digits, regression
 
 
-def final_losses(task: Task, form: Form, seeds: int) -> tuple[np.ndarray, float]:
+def final_losses(
+    task: Task, form: Form, seeds: int, settings: Settings = DEFAULTS
+) -> tuple[np.ndarray, float]:
     """Train once for each seed; return the held-out losses and the bytes per weight."""
-    tx = form.wrap(make_adamw(replace(DEFAULTS, steps=task.steps)))
+    tx = form.wrap(make_adamw(replace(settings, steps=task.steps)))
 
     def start(seed: jax.Array) -> tuple[optax.Params, optax.OptState]:
         params = task.init(jax.random.fold_in(jax.random.key(seed), 0))

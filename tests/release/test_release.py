@@ -523,57 +523,6 @@ def test_two_passes_take_float32_under_x64(x64):
     assert {x.dtype.name for x in jax.tree.leaves(found[:3])} == {"float32"}
 
 
-# Low precision
-
-
-FORMS = {
-    "masters": lambda: optax_mp.mixed_precision(optax.adamw(1e-2)),
-    "Split(16)": lambda: optax_mp.mixed_precision(
-        optax.adamw(1e-2), storage=optax_mp.Split(16)
-    ),
-    "compact": lambda: optax_mp.mixed_precision(
-        optax_mp.low_bit_state(optax.adamw(1e-2)), storage=optax_mp.Split(8)
-    ),
-    "4.1 bytes": lambda: optax_mp.stochastic_rounding(
-        optax_mp.low_bit_state(optax.adamw(1e-2))
-    ),
-}
-
-
-@mostly_slow(
-    ("form", "max_norm"),
-    [(form, max_norm) for form in FORMS for max_norm in (None, 0.1)],
-    lambda form, max_norm: form == "masters" and max_norm,
-)
-def test_low_precision_forms_train_as_separately(form, max_norm):
-    """Within one rounding; later XLA contracts sums of 16-bit gradients otherwise."""
-    tx, width = FORMS[form](), 64  # a layer's kernel has codes from 4096 elements on
-    kernel = jax.random.normal(jax.random.key(0), (2, width, width)) * 0.1
-    layers = {"kernel": kernel, "bias": jnp.ones((2, width)) * 0.1}
-    layers = optax_mp.cast_floating(layers, jnp.bfloat16)
-    rest = {"in": jnp.eye(width), "gain": jnp.float32(0.7)}
-    inputs = jax.random.normal(jax.random.key(3), (3, 8, width))
-    args = jax.vmap(tx.init)(layers), layers, rest
-    released, separate = (
-        jax.jit(way(loss, tx, max_norm=max_norm))
-        for way in (optax_mp.release_gradients, separately)
-    )
-    first = [train(way, *args, inputs[:1]) for way in (released, separate)]
-    for a, b in zip(*map(jax.tree.leaves, (x[2] for x in first)), strict=True):
-        wide = a.astype(jnp.float32), b.astype(jnp.float32)
-        np.testing.assert_allclose(*wide, rtol=2.0**-7, atol=1e-7)
-    later = [train(way, *args, inputs) for way in (released, separate)]
-    assert_moved(later[0][2], layers)
-    np.testing.assert_allclose(later[0][0], later[1][0], rtol=1e-5)
-
-    def differing(a, b):
-        same = np.isclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2e-2)
-        return 1 - same.mean()
-
-    apart = jax.tree.map(differing, later[0][2], later[1][2])
-    assert max(jax.tree.leaves(apart)) < 0.03
-
-
 # Many devices, and the host
 
 
