@@ -62,8 +62,11 @@ def training_of(model, dtype):
     return trained(problem, tx, autocast(problem.loss, dtype), problem.params)
 
 
-# Training amplifies and averages roundings of 0.4%: the mean of ten losses is 1% off at
-# most.
+# Of the mean of ten losses. Roundings of 0.4% average out: these runs end within 6e-5 of
+# float32, and other CPUs and versions of XLA round otherwise.
+AS_WELL = 1e-3
+
+
 def last(losses):
     return losses[-10:].astype(np.float32).mean()
 
@@ -96,10 +99,10 @@ def traced(model, dtype):
 def test_a_model_under_amp_trains_as_in_float32_and_keeps_dtypes(model, half):
     problem = problem_of(model)
     full = training_of(model, "float32")[0]
-    # Else a model that stands still would pass.
+    # Else a model that stands still would pass: these end at 0.50 to 0.79 of their start.
     assert last(full) < 0.85 * full[:3].mean()
     losses, params, state, opt_state = training_of(model, half)
-    assert last(losses) == pytest.approx(last(full), rel=0.01)
+    assert last(losses) == pytest.approx(last(full), rel=AS_WELL)
     assert shapes((params, state)) == shapes((problem.params, problem.state))
     assert optax_mp.all_finite((params, state))
     assert half == "bfloat16" or opt_state.total_skipped_count <= 3
@@ -114,7 +117,7 @@ def test_masters_and_bfloat16_params_under_amp_train_as_in_float32():
     params = optax_mp.cast_floating(problem.params, "bf16")
     losses, params, *_ = trained(problem, tx, optax_mp.amp(problem.loss), params)
     full = training_of(model, "float32")[0]
-    assert last(losses) == pytest.approx(last(full), rel=0.01)
+    assert last(losses) == pytest.approx(last(full), rel=AS_WELL)
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"bfloat16"}
 
 

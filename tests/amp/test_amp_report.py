@@ -66,7 +66,8 @@ def test_equal_operations_of_a_line_are_one_row():
 def test_the_error_of_the_outputs_is_that_of_amp(name):
     fun, arguments, *_ = CASES[name]
     got, want = (compiled(f, *arguments)(*arguments) for f in (amp(fun), fun))
-    # Rounded otherwise where XLA fuses the two runs otherwise.
+    # Errors are of the size of roundings, and some of these are other ones where XLA fuses
+    # the two runs otherwise: a third of an error.
     found = amp_report(fun, *arguments).error
     np.testing.assert_allclose(found, error(got, want), rtol=0.3, atol=1e-5)
 
@@ -82,7 +83,7 @@ def test_a_function_with_effects_does_not_run_and_a_number_beside_nan_is_compare
     jax.effects_barrier()
     assert not seen and np.isnan(report.error) and "outputs -" in str(report)
     masked = amp_report(lambda x: jnp.where(x @ x.T > 0, jnp.inf, x @ x.T), X)
-    assert 0 < masked.error < 0.01
+    assert 0 < masked.error < 2.0**-7  # Two roundings of bfloat16, of the inputs.
     # 300 squared is infinite in float16.
     large = amp_report(lambda x: x * x, jnp.full(3, 300.0), compute_dtype="float16")
     assert large.error == 0

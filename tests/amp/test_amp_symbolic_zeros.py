@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from amp_cases import compiled, error, products, runs_in
+from amp_cases import A_FEW_ROUNDINGS, compiled, error, products, runs_in
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from slow_cases import mostly_slow
@@ -160,7 +160,10 @@ def run(*case):
     lambda *case: case in RUN_BY_DEFAULT,
 )  # fmt: skip
 def test_gradients_with_symbolic_zeros_are_those_without_amp(name, kinds):
-    assert error(run(name, kinds, amp), run(name, kinds, lambda fun: fun)) < 2e-2
+    assert (
+        error(run(name, kinds, amp), run(name, kinds, lambda fun: fun))
+        < A_FEW_ROUNDINGS
+    )
 
 
 @pytest.mark.parametrize(("name", "kinds"), CASES)
@@ -247,6 +250,7 @@ def test_the_solution_of_a_differential_equation_is_differentiated():
     want = compiled(exact, W, X[0])(W, X[0])
     for adjoint in ("RecursiveCheckpointAdjoint", "BacksolveAdjoint"):
         program = jax.grad(amp(trajectory(adjoint)), (0, 1))
+        # The solver may take other steps, and each is off by 3e-2 at most.
         assert error(compiled(program, W, X[0])(W, X[0]), want) < 5e-2
         found = products(jax.make_jaxpr(program)(W, X[0]))
         assert any(runs_in(each, "bfloat16") for each in found)

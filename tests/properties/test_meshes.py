@@ -4,6 +4,7 @@ import contextlib
 import itertools
 
 import jax
+import optax
 import pytest
 from form_runs import check_bits, check_types, init_of, run_of, scaled_gradients
 from forms import FORMS, Box, clipped, named, params_of
@@ -23,9 +24,12 @@ SPECS = {
     "norm": P("b"),
     "box": P(None, "a"),
 }
-# Devices sum a global norm in another order.
+# A norm is summed in another order, and what is flattened has no sharding of its own.
+NOT_ALIKE = clipped, optax.flatten
 OVER_DEVICES = [
-    form for form in FORMS if not (form.on_mesh or form.on_host or form.bare is clipped)
+    form
+    for form in FORMS
+    if not (form.on_mesh or form.on_host or form.bare in NOT_ALIKE)
 ]
 KINDS = AxisType.Auto, AxisType.Explicit
 BY_DEFAULT = [

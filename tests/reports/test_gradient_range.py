@@ -45,7 +45,8 @@ def test_values_of_any_dtype_are_looked_at_as_they_are(dtype):
     size = 8 * jnp.dtype(dtype).itemsize
     pattern = np.arange(min(2**size, 2**16), dtype=f"uint{size}")
     values = pattern.view(jnp.dtype(dtype))
-    report = jax.jit(optax_mp.gradient_range_report)({"w": values})
+    with jax.numpy_dtype_promotion("strict"):
+        report = jax.jit(optax_mp.gradient_range_report)({"w": values})
     wide = values.astype(np.float32)
     assert report.zeros() == np.mean(wide == 0)
     assert report.not_finite() == np.mean(~np.isfinite(wide))

@@ -465,6 +465,11 @@ def compiled(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return jax.jit(fun).lower(*args).compile(compiler_options=options)
 
 
+# Five roundings to bfloat16 in a row, of 2^-8 of a value each, for what has two or three
+# products. A term that is lost, taken twice or transposed is off by far more.
+A_FEW_ROUNDINGS = 5 * 2.0**-8
+
+
 def error(got: Any, want: Any) -> float:
     """Return the largest relative error of a leaf, by norm; of integers, none."""
     worst = 0.0

@@ -201,6 +201,7 @@ _ALL = [
     Form("link, groups", lambda x: after_link(grouped(mixed_precision(x))), grouped, **_LINKED),
     Form("link, clipped", lambda x: after_link(clipped(mixed_precision(x))), clipped, **_LINKED),
     Form("scaled, injected", lambda x: scaled(mixed_precision(injected(x))), injected, **_SKIPS),
+    Form("link, flatten", lambda x: after_link(mixed_precision(optax.flatten(x))), optax.flatten, **_LINKED),
     Form("scaled, MultiSteps inside", lambda x: scaled(mixed_precision(multi_steps(x))), multi_steps, bytes=16, has_cond=True, **_SKIPS),
     Form("scaled, MultiSteps around", lambda x: scaled(multi_steps(mixed_precision(x))), multi_steps, bytes=16, has_cond=True, only_floats=True, **_SKIPS),
     Form("apply_if_finite", lambda x: finite(mixed_precision(x)), finite, leafwise=False, has_cond=True, only_floats=True),
