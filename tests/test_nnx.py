@@ -138,3 +138,21 @@ def test_a_state_is_converted():
     found = optax_mp.convert_opt_state(optimizer, model, MASTERS, to_tx)
     expected = optax_mp.convert_opt_state(*bare(MASTERS), MASTERS, to_tx)
     assert as_bits(found) == as_bits(expected)
+
+
+@mostly_slow("is_module", [True, False], {False}.__contains__)
+def test_a_state_of_params_in_variables_keeps_them(is_module):
+    """As `nnx.split` gives these, without an `nnx.Optimizer`: the next step wants them."""
+    model, (new,) = Net(), named("Split(16)")
+    nnx.update(model, optax_mp.cast_floating(params_of(model), jnp.bfloat16))
+    params, tx, to_tx = params_of(model), MASTERS, new.of(optax.adam(0.1))
+    state, given = tx.init(params), model if is_module else params
+    masters = optax_mp.master_params(state, given)
+    assert jax.tree.structure(masters) == jax.tree.structure(params)
+    for found, like in (
+        (optax_mp.follow_params(state, given), state),
+        (optax_mp.replace_master_params(state, given, masters), state),
+        (optax_mp.convert_opt_state(state, given, tx, to_tx), to_tx.init(params)),
+    ):
+        assert jax.tree.structure(found) == jax.tree.structure(like)
+        assert as_bits(found) == as_bits(like)

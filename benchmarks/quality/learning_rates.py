@@ -25,7 +25,7 @@ import optax
 import record
 
 RATES = (1e-4, 3e-4, 1e-3, 2e-3, 3e-3)  # of fine-tuning
-PEAKS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # from the start
+PEAKS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # from the start
 TEXTS = ("the new text", "the old text")
 NAMES = ("float32", "plain bf16", "masters, FullCopy")
 # The same forms, as `convergence` calls them.

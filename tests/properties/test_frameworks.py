@@ -71,6 +71,5 @@ def test_states_in_boxes_are_converted_as_those_without(form, box):
     params, state = run_of(form)[0]
     in_boxes = boxed(box, params)
     found = convert(jax.jit(form.tx.init)(in_boxes), in_boxes)
-    if box is not in_nnx:  # whose variables are taken off
-        check_types(form, "converted", found, jax.eval_shape(new.tx.init, in_boxes))
+    check_types(form, "converted", found, jax.eval_shape(new.tx.init, in_boxes))
     assert as_bits(found) == as_bits(convert(state, params)), form

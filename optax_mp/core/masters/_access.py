@@ -13,7 +13,7 @@ from optax_mp.core.masters import _storage
 from optax_mp.core.masters._edits import follow_edits
 from optax_mp.core.masters._settings import check_shape
 from optax_mp.core.trees import _states, _tree
-from optax_mp.core.trees._boxes import plain_trees
+from optax_mp.core.trees._boxes import as_optax_has_them
 from optax_mp.core.trees._leaves import Leaves, is_absent
 from optax_mp.core.wrappers._mistakes import check_nesting, check_state_first
 
@@ -38,8 +38,8 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         params: the current params, or the `nnx.Module` that the optimizer trains.
 
     Returns:
-        A tree like `params`, each leaf `[...]` in the dtype of its master; for NNX an
-        `nnx.State` of arrays, for `nnx.update`. It shares no array with `opt_state` or
+        A tree like `params`, each leaf `[...]` in the dtype of its master; of an
+        `nnx.Optimizer` an `nnx.State` of arrays, for `nnx.update`. It shares no array with `opt_state` or
         `params`, so both can be donated to the next step: outside of `jit` all arrays
         are copies.
 
@@ -80,11 +80,11 @@ def weights_of(opt_state: Any, params: Leaves) -> list[Any]:
 def read_arguments(
     opt_state: Any, params: Any, caller: str, names: str = "opt_state, params"
 ) -> tuple[Any, Any, Leaves]:
-    """Return state and params without NNX's boxes, and the leaves of the params.
+    """Return state and params as optax has them, and the leaves of the params.
 
     Raises if they are swapped, or if the order of the transforms does not work.
     """
-    opt_state, params = plain_trees(opt_state, params)
+    opt_state, params = as_optax_has_them(opt_state, params)
     check_state_first(opt_state, params, caller, f"{caller}({names})")
     check_nesting(opt_state, caller)
     return opt_state, params, Leaves.of(params, caller=caller)
@@ -140,7 +140,7 @@ def replace_master_params(
         True
     """
     caller = "replace_master_params"
-    new_master = plain_trees(opt_state, new_master)[1]
+    _, new_master = as_optax_has_them(opt_state, new_master)
     names = "opt_state, params, new_master"
     opt_state, params, leaves = read_arguments(opt_state, params, caller, names)
     if not _states.find_states(opt_state, _storage.MixedPrecisionState):

@@ -70,9 +70,41 @@ def plain(tree: PyTree, optimizer: Any = None) -> PyTree:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return tree
-    if isinstance(tree, nnx.Optimizer):
-        tree = tree.opt_state
-    elif isinstance(tree, nnx.Module):
-        tree = nnx.state(tree, getattr(optimizer, "wrt", nnx.Param))
     # Not by `nnx.as_pure`, which Flax 0.12.0, the newest for JAX 0.8, lacks.
-    return jax.tree.map(content_of, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(
+        content_of,
+        _tree_of(tree, optimizer, nnx),
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+
+
+def as_optax_has_them(opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Return state and params as the optimizer inside has them, to make a state of it.
+
+    They are plain, but for a state that `tx.init` made of params in NNX's boxes: it has
+    boxes of the same types, and the next step wants these.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return opt_state, params
+    trees = _tree_of(opt_state, None, nnx), _tree_of(params, opt_state, nnx)
+
+    def is_variable(x: Any) -> bool:
+        return isinstance(x, nnx.Variable)
+
+    of_state, of_params = (
+        {type(x) for x in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(x)}
+        for tree in trees
+    )
+    if of_state and of_state <= of_params:
+        return trees
+    return plain(trees[0]), plain(trees[1])
+
+
+def _tree_of(tree: PyTree, optimizer: Any, nnx: Any) -> PyTree:
+    """Return the state of an `nnx.Optimizer`, or the params of an `nnx.Module`."""
+    if isinstance(tree, nnx.Optimizer):
+        return tree.opt_state
+    if isinstance(tree, nnx.Module):
+        return nnx.state(tree, getattr(optimizer, "wrt", nnx.Param))
+    return tree
