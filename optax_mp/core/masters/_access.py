@@ -39,9 +39,9 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
 
     Returns:
         A tree like `params`, each leaf `[...]` in the dtype of its master; of an
-        `nnx.Optimizer` an `nnx.State` of arrays, for `nnx.update`. It shares no array with `opt_state` or
-        `params`, so both can be donated to the next step: outside of `jit` all arrays
-        are copies.
+        `nnx.Optimizer` an `nnx.State` of arrays, for `nnx.update`. It shares no array
+        with `opt_state` or `params`, so both can be donated to the next step: outside
+        of `jit` all arrays are copies.
 
     Raises:
         TypeError: if `opt_state` is not an optimizer state, or is the second argument.
