@@ -12,6 +12,7 @@ leaves its old result, and the others are made.
 """
 
 import argparse
+import math
 import shlex
 import shutil
 import subprocess
@@ -25,8 +26,11 @@ BUILD = record.FOLDER.parent / "build" / "results"
 
 
 def cheapest_first(records: dict[str, record.Record]) -> list[str]:
-    """Return the names of results in the order of the time that each takes."""
-    return sorted(records, key=lambda name: records[name].seconds or 0)
+    """Return the names of results in the order of the time that each takes.
+
+    One whose time is not known was made in pieces, which took long.
+    """
+    return sorted(records, key=lambda name: records[name].seconds or math.inf)
 
 
 def make(name: str, found: record.Record, path: Path) -> bool:
@@ -59,7 +63,9 @@ def main() -> None:
     if not args.stale:
         for name in chosen:
             why = stale.get(name, "of this program").partition(";")[0]
-            print(f"{name:24} {record.in_time(records[name].seconds or 0):>7}  {why}")
+            seconds = records[name].seconds
+            takes = record.in_time(seconds) if seconds else "hours"
+            print(f"{name:24} {takes:>7}  {why}")
         return
     failed = [x for x in chosen if x in stale and not make(x, records[x], paths[x])]
     if failed:

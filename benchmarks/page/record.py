@@ -177,13 +177,18 @@ def finish(
     tables: Tables,
     machine: str,
     packages: Sequence[str] = ("jax", "optax"),
+    *,
+    before: float = 0.0,
 ) -> None:
-    """Write the record of this run, if a path is given."""
+    """Write the record of this run, if a path is given.
+
+    `before` is how many seconds earlier pieces of it took.
+    """
     if path is None:
         return
     versions = {name: metadata.version(name) for name in packages} | commit()
     date = time.strftime("%Y-%m-%d")
-    seconds = time.monotonic() - BEGAN
+    seconds = before + time.monotonic() - BEGAN
     import fingerprints  # which imports JAX
 
     command = this_command()

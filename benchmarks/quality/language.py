@@ -205,6 +205,7 @@ class Run:
 
     Attributes:
         row: what is known of it: steps made, curve, held-out losses by window.
+        before: how many seconds earlier pieces took.
     """
 
     def __init__(self, form: Form, task: Task, folder: Path, seed: int) -> None:
@@ -244,11 +245,12 @@ class Run:
             )
             found = self._checkpoints.restore(last, args=args)
             self.trained, self.row = found["trained"], found["row"]
+        self.before = self.row.get("seconds", 0.0)
 
     def advance(self, text: jax.Array, held_out: jax.Array, until: float) -> None:
         """Train to the end, or until this time, with a checkpoint at each gate."""
         stride = self.settings.steps // (GATES * POINTS)
-        key = jax.random.key(self._seed + 1)
+        key, began = jax.random.key(self._seed + 1), time.monotonic()
         while self.row["steps"] < self.settings.steps and time.time() < until:
             for _ in range(POINTS):
                 first = self.row["steps"]
@@ -260,6 +262,7 @@ class Run:
                 self.row["curve"].append(float(mean))
             found = self._losses(self.trained[0], held_out)
             self.row["held out"].append(found.tolist())
+            self.row["seconds"] = self.before + time.monotonic() - began
             args = ocp.args.Composite(
                 trained=ocp.args.StandardSave(self.trained),
                 row=ocp.args.JsonSave(self.row),
@@ -326,15 +329,17 @@ def main() -> None:
     until = time.time() + 60 * args.minutes
     task = TASKS[args.task]
     text, held_out = map(jnp.asarray, task.read(task.settings.context))
-    rows = []
+    rows, before = [], 0.0
     for seed in args.seeds:
         for form in args.forms or task.forms:
             run = Run(FORMS[form], task, folder_of(form, args.task, seed), seed)
             run.advance(text, held_out, until)
             rows.append(run.row)
+            before += run.before
     tables = tables_of(rows)
     machine = f"{record.machine_of(jax.devices())}, Python {sys.version.split()[0]}"
-    record.finish(args.json, tables, machine, ("jax", "optax", "orbax-checkpoint"))
+    packages = ("jax", "optax", "orbax-checkpoint")
+    record.finish(args.json, tables, machine, packages, before=before)
     for title, lines in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(lines)}")
 
