@@ -69,7 +69,7 @@ def is_refused(form):
 # Codes of 16 bits times scales are products that are rounded.
 @forms_that(
     lambda form: not is_refused(form) and form.name != "masters, 16 bits",
-    lambda form: form.name == "masters",
+    lambda form: form.name == "5 bytes",
 )
 @pytest.mark.parametrize("max_norm", [None, 2.0**10])
 def test_released_layers_take_the_separate_step(form, max_norm):
