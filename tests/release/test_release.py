@@ -405,7 +405,7 @@ SKIPPING = {
 }
 
 
-@mostly_slow("name", SKIPPING, "float32".__eq__)
+@mostly_slow("name", SKIPPING, "apply_if_finite".__eq__)
 def test_an_overflow_in_one_layer_skips_the_step_of_all(name):
     """The wrapped optimizer takes the same steps on all arrays at once, and clips."""
     dtype = "float16" if name == "float16" else "float32"
