@@ -179,6 +179,11 @@ def test_a_pattern_that_matches_only_the_outermost_says_what_it_leaves(case):
         # Layers of one name that are not alike, and numbers.
         (HEADS, ("out/*",)),
         (HEADS, ("out/bias",)),
+        # Whose biases have one length by chance.
+        (
+            HEADS | {"out": {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}},
+            ("out/*",),
+        ),
         ({"scale": jnp.float32(1), "norm": norm()}, ("scale",)),
         # A name that ends in the same letters is another key.
         ({"norm": norm(), "subnorm": norm()}, ("norm/*",)),
