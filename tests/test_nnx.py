@@ -11,6 +11,7 @@ import pytest
 from comparison import as_bits
 from forms import named
 from slow_cases import mostly_slow
+from steps import by_update
 
 import optax_mp
 
@@ -145,14 +146,41 @@ def test_a_state_of_params_in_variables_keeps_them(is_module):
     """As `nnx.split` gives these, without an `nnx.Optimizer`: the next step wants them."""
     model, (new,) = Net(), named("Split(16)")
     nnx.update(model, optax_mp.cast_floating(params_of(model), jnp.bfloat16))
-    params, tx, to_tx = params_of(model), MASTERS, new.of(optax.adam(0.1))
-    state, given = tx.init(params), model if is_module else params
+    first, sgd, to_tx = params_of(model), optax.sgd(0.1), new.of(optax.adam(0.1))
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, 0.25), first)
+    params, state = by_update(MASTERS)(first, MASTERS.init(first), grads)
+    nnx.update(model, params)
+    given = model if is_module else params
     masters = optax_mp.master_params(state, given)
-    assert jax.tree.structure(masters) == jax.tree.structure(params)
-    for found, like in (
-        (optax_mp.follow_params(state, given), state),
-        (optax_mp.replace_master_params(state, given, masters), state),
-        (optax_mp.convert_opt_state(state, given, tx, to_tx), to_tx.init(params)),
+    followed = optax_mp.follow_params(state, given)
+    replaced = optax_mp.replace_master_params(state, given, masters)
+    converted = optax_mp.convert_opt_state(state, given, MASTERS, to_tx)
+    # Of a state without variables, in which nothing tells that params have them.
+    of_sgd = optax_mp.convert_opt_state(sgd.init(first), given, sgd, new.of(sgd))
+    for tx, found in (
+        (MASTERS, followed),
+        (MASTERS, replaced),
+        (to_tx, converted),
+        (new.of(sgd), of_sgd),
     ):
-        assert jax.tree.structure(found) == jax.tree.structure(like)
-        assert as_bits(found) == as_bits(like)
+        assert jax.tree.structure(found) == jax.tree.structure(tx.init(params))
+        moved, _ = by_update(tx)(params, found, grads)
+        assert jax.tree.structure(moved) == jax.tree.structure(params)
+    assert as_bits(followed) == as_bits(replaced) == as_bits(state)
+    found = optax_mp.master_params(converted, given)
+    assert as_bits(found) == as_bits(masters)
+    pure = plain_tree(params), plain_tree(state)
+    want = optax_mp.convert_opt_state(*pure[::-1], MASTERS, to_tx)
+    assert as_bits(converted) == as_bits(want)
+    # A state that was made without variables stays so.
+    kept = optax_mp.convert_opt_state(pure[1], given, MASTERS, to_tx)
+    assert jax.tree.structure(kept) == jax.tree.structure(want)
+
+
+def plain_tree(tree):
+    """Return a tree without NNX's variables."""
+    return jax.tree.map(
+        lambda x: x[...] if isinstance(x, nnx.Variable) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )

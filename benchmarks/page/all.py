@@ -28,7 +28,7 @@ BUILD = record.FOLDER.parent / "build" / "results"
 def cheapest_first(records: dict[str, record.Record]) -> list[str]:
     """Return the names of results in the order of the time that each takes.
 
-    One whose time is not known was made in pieces, which took long.
+    A time that is not known is that of a run in pieces, which are for long runs.
     """
     return sorted(records, key=lambda name: records[name].seconds or math.inf)
 
@@ -64,8 +64,8 @@ def main() -> None:
         for name in chosen:
             why = stale.get(name, "of this program").partition(";")[0]
             seconds = records[name].seconds
-            takes = record.in_time(seconds) if seconds else "hours"
-            print(f"{name:24} {takes:>7}  {why}")
+            takes = record.in_time(seconds) if seconds else "not known"
+            print(f"{name:24} {takes:>9}  {why}")
         return
     failed = [x for x in chosen if x in stale and not make(x, records[x], paths[x])]
     if failed:

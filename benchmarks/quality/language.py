@@ -236,6 +236,7 @@ class Run:
             "seed": seed,
             "weights": weights,
             "steps": 0,
+            "seconds": 0.0,
         }
         self.row |= {"bytes per weight": size / weights, "curve": [], "held out": []}
         if (last := self._checkpoints.latest_step()) is not None:
@@ -245,7 +246,7 @@ class Run:
             )
             found = self._checkpoints.restore(last, args=args)
             self.trained, self.row = found["trained"], found["row"]
-        self.before = self.row.get("seconds", 0.0)
+        self.before = self.row["seconds"]
 
     def advance(self, text: jax.Array, held_out: jax.Array, until: float) -> None:
         """Train to the end, or until this time, with a checkpoint at each gate."""

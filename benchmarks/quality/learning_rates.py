@@ -12,9 +12,7 @@ against their weight, and does best at a higher rate, or at the same.
 """
 
 import argparse
-import functools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 
@@ -27,11 +25,16 @@ import record
 RATES = (1e-4, 3e-4, 1e-3, 2e-3, 3e-3)  # of fine-tuning
 PEAKS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # from the start
 TEXTS = ("the new text", "the old text")
-NAMES = ("float32", "plain bf16", "masters, FullCopy")
-# The same forms, as `convergence` calls them.
-ALIASES = ("float32", "bf16, naive", "bf16, FullCopy")
-TUNED, STARTED = (0, 1), 5  # seeds
+# What `convergence` calls the forms of `finetune`.
+FORMS = {
+    "float32": "float32",
+    "plain bf16": "bf16, naive",
+    "masters, FullCopy": "bf16, FullCopy",
+}
+TUNING_SEEDS, SEED_COUNT = (0, 1), 5
 FROM_START = (convergence.digits, convergence.regression)
+
+Losses = dict[float, float]
 
 
 def fine_tuned(
@@ -40,45 +43,49 @@ def fine_tuned(
     """Return the mean losses of both texts after fine-tuning at a rate."""
     (run,) = (run for run in finetune.FORMS if run.form.name == name)
     rates = dict.fromkeys(("peak_learning_rate", "final_learning_rate"), rate)
-    settings = replace(finetune.FINE_TUNING, steps=steps, seeds=TUNED, **rates)
+    settings = replace(finetune.FINE_TUNING, steps=steps, seeds=TUNING_SEEDS, **rates)
     by_seed = finetune.fine_tune(run, settings, start, None)["losses"]
     return tuple(map(fmean, zip(*by_seed, strict=True)))
 
 
-def from_start(name: str, peak: float, task: convergence.Task) -> float:
+def loss_from_start(name: str, peak: float, task: convergence.Task) -> float:
     """Return the mean loss of a task of `convergence` with this peak rate."""
-    alias = ALIASES[NAMES.index(name)]
-    (form,) = (form for form in convergence.FORMS if form.name == alias)
+    (form,) = (form for form in convergence.FORMS if form.name == FORMS[name])
     rates = {"peak_learning_rate": peak, "final_learning_rate": peak / 100}
     settings = replace(convergence.DEFAULTS, **rates)
-    return float(convergence.final_losses(task, form, STARTED, settings)[0].mean())
+    losses, _ = convergence.final_losses(task, form, SEED_COUNT, settings)
+    return float(losses.mean())
 
 
-def sweep(
-    rates: tuple[float, ...], loss_at: Callable[[str, float], float]
-) -> list[record.Row]:
-    """Return a row for each form: its loss at each rate, and the best rate."""
-    rows = []
-    for name in NAMES:
-        found = {rate: loss_at(name, rate) for rate in rates}
-        print(name, found, file=sys.stderr)
-        cells = {f"{rate:g}": f"{loss:.4g}" for rate, loss in found.items()}
-        rows.append({"form": name} | cells | {"best": f"{min(found, key=found.get):g}"})
-    return rows
+def row_of(name: str, losses: Losses) -> record.Row:
+    """Return the row of a form: its loss at each rate."""
+    return {"form": name} | {f"{rate:g}": f"{x:.4g}" for rate, x in losses.items()}
+
+
+def with_best(name: str, losses: Losses) -> record.Row:
+    """Return the row of a form, with the rate of its lowest loss."""
+    best = min(losses, key=losses.__getitem__)
+    print(name, losses, file=sys.stderr)
+    return row_of(name, losses) | {"best": f"{best:g}"}
 
 
 def measure(steps: int) -> record.Tables:
-    """Return a table of losses for each task and text."""
+    """Return a table of losses for each task and text: a row for each form."""
+    tables: record.Tables = {f"loss of {text}": [] for text in TEXTS}
+    new, old = tables.values()
     start = finetune.pretrained(replace(finetune.PRETRAINING, steps=5 * steps))
-    tune = functools.cache(lambda name, rate: fine_tuned(name, rate, steps, start))
-    tables = {
-        f"loss of {text}": sweep(RATES, lambda *at, i=i: tune(*at)[i])
-        for i, text in enumerate(TEXTS)
-    }
-    for row in tables["loss of the old text"]:
-        del row["best"]  # which is to train least
+    for name in FORMS:
+        pairs = [fine_tuned(name, rate, steps, start) for rate in RATES]
+        of_new, of_old = (
+            dict(zip(RATES, losses, strict=True)) for losses in zip(*pairs, strict=True)
+        )
+        new.append(with_best(name, of_new))
+        old.append(row_of(name, of_old))
     for task in (make() for make in FROM_START):
-        tables[task.title] = sweep(PEAKS, lambda *at, task=task: from_start(*at, task))
+        tables[f"{task.title}, after {task.steps} steps"] = [
+            with_best(name, {x: loss_from_start(name, x, task) for x in PEAKS})
+            for name in FORMS
+        ]
     return tables
 
 
@@ -92,7 +99,8 @@ def main() -> None:
     print(record.heading(jax.devices()))
     for title, rows in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(rows)}")
-    record.finish(args.json, tables, record.machine_of(jax.devices()))
+    packages = ("jax", "optax", "scikit-learn")
+    record.finish(args.json, tables, record.machine_of(jax.devices()), packages)
 
 
 if __name__ == "__main__":

@@ -287,7 +287,7 @@ def average_params(
             default it is float32.
 
     Returns:
-        A tree like `params`; of an `nnx.Optimizer` an `nnx.State` of arrays. It
+        A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`. It
         shares no array with `opt_state` or `params`.
 
     Raises:

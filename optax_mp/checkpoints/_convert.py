@@ -1,5 +1,6 @@
 """convert_opt_state: a run's state for another form of the same optimizer."""
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from optax_mp.core.jax_api._jaxpr import TracedCall
 from optax_mp.core.masters import _access, _storage
 from optax_mp.core.masters._edits import follow_edits
 from optax_mp.core.scaling._state import LossScaleState
-from optax_mp.core.trees import _tree
+from optax_mp.core.trees import _boxes, _tree
 from optax_mp.core.trees._leaves import Leaves, is_absent
 from optax_mp.core.trees._states import find_states, map_states
 from optax_mp.core.wrappers._protocol import as_transformation
@@ -99,7 +100,7 @@ def convert_opt_state(
         >>> state.master_params["w"].dtype.name
         'int8'
     """
-    names = "opt_state, params, from_tx, to_tx"
+    names, given = "opt_state, params, from_tx, to_tx", (opt_state, params)
     opt_state, params, leaves = _access.read_arguments(
         opt_state, params, _CALLER, names
     )
@@ -111,7 +112,8 @@ def convert_opt_state(
     with jax.numpy_dtype_promotion("standard"):
         converted = _convert(opt_state, leaves, params, from_tx, to_tx)
     # Arrays that were not changed are copied, so that all three can be donated.
-    return _tree.copy_shared(converted, (opt_state, params))
+    converted = _tree.copy_shared(converted, (opt_state, params))
+    return _in_boxes(converted, *given, from_tx, to_tx)
 
 
 def _convert(
@@ -127,9 +129,8 @@ def _convert(
     if any(isinstance(x, StochasticRoundingState) for _, x in own):
         # As the inner optimizer saw them.
         weights = _tree.cast_floating(weights, jnp.float32)
-    with warnings.catch_warnings():
-        # The run's masters will replace the ones made here from cast params.
-        warnings.filterwarnings("ignore", "mixed_precision: param .* at `init`, which")
+    with _no_warning_of_cast_params():
+        # The run's masters will replace the ones made here.
         template = to_tx.init(params)
     if not find_states(template, _storage.MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
@@ -144,6 +145,34 @@ def _convert(
     new = list(_wrappers_in(template))
     filled = _fill(template, iter(values), _Wrappers(old, new, weights, leaves))
     return _replace_masters(filled, weights, leaves) if has_masters else filled
+
+
+@contextlib.contextmanager
+def _no_warning_of_cast_params() -> Iterator[None]:
+    """Ignore the warning of masters that begin at params which were cast."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mixed_precision: param .* at `init`, which")
+        yield
+
+
+def _in_boxes(
+    converted: Any, opt_state: Any, params: Any, from_tx: Any, to_tx: Any
+) -> optax.OptState:
+    """Return the state in NNX's boxes, if `from_tx` made the old one of such params.
+
+    `nnx.Optimizer` gives `init` and `update` params without boxes.
+    """
+    params = _boxes.params_of(params, opt_state)
+    if jax.tree.structure(params) == jax.tree.structure(_boxes.plain(params)):
+        return converted
+    with _no_warning_of_cast_params():
+        old, new = (
+            jax.tree.structure(jax.eval_shape(tx.init, params))
+            for tx in (from_tx, to_tx)
+        )
+    if jax.tree.structure(opt_state) != old:
+        return converted
+    return jax.tree.unflatten(new, jax.tree.leaves(converted))
 
 
 # What a loss scale starts with, by its settings. Its bounds are not among these.

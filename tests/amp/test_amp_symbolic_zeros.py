@@ -250,7 +250,7 @@ def test_the_solution_of_a_differential_equation_is_differentiated():
     want = compiled(exact, W, X[0])(W, X[0])
     for adjoint in ("RecursiveCheckpointAdjoint", "BacksolveAdjoint"):
         program = jax.grad(amp(trajectory(adjoint)), (0, 1))
-        # The solver may take other steps, and each is off by 3e-2 at most.
+        # The solver may take other steps, and tolerates 3e-2 in each.
         assert error(compiled(program, W, X[0])(W, X[0]), want) < 5e-2
         found = products(jax.make_jaxpr(program)(W, X[0]))
         assert any(runs_in(each, "bfloat16") for each in found)

@@ -73,7 +73,7 @@ def is_refused(form):
 )
 @pytest.mark.parametrize("max_norm", [None, 2.0**10])
 def test_released_layers_take_the_separate_step(form, max_norm):
-    """Also in two passes, with a norm that no gradient has: less has no exact factor."""
+    """Also in two passes. No gradient has this norm: a factor below 1 would round."""
     state, layers, rest = start_of(form)
     inputs = numbers(np.random.default_rng(1), 2, 5, WIDTH)
     released = optax_mp.release_gradients(loss, form.tx, max_norm=max_norm)

@@ -13,7 +13,7 @@ from optax_mp.core.masters import _storage
 from optax_mp.core.masters._edits import follow_edits
 from optax_mp.core.masters._settings import check_shape
 from optax_mp.core.trees import _states, _tree
-from optax_mp.core.trees._boxes import as_optax_has_them
+from optax_mp.core.trees._boxes import boxed_like, plain_trees
 from optax_mp.core.trees._leaves import Leaves, is_absent
 from optax_mp.core.wrappers._mistakes import check_nesting, check_state_first
 
@@ -38,10 +38,10 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         params: the current params, or the `nnx.Module` that the optimizer trains.
 
     Returns:
-        A tree like `params`, each leaf `[...]` in the dtype of its master; of an
-        `nnx.Optimizer` an `nnx.State` of arrays, for `nnx.update`. It shares no array
-        with `opt_state` or `params`, so both can be donated to the next step: outside
-        of `jit` all arrays are copies.
+        A tree like `params`, each leaf `[...]` in the dtype of its master; for NNX an
+        `nnx.State` of arrays, for `nnx.update`. It shares no array with `opt_state` or
+        `params`, so both can be donated to the next step: outside of `jit` all arrays
+        are copies.
 
     Raises:
         TypeError: if `opt_state` is not an optimizer state, or is the second argument.
@@ -80,11 +80,11 @@ def weights_of(opt_state: Any, params: Leaves) -> list[Any]:
 def read_arguments(
     opt_state: Any, params: Any, caller: str, names: str = "opt_state, params"
 ) -> tuple[Any, Any, Leaves]:
-    """Return state and params as optax has them, and the leaves of the params.
+    """Return state and params without NNX's boxes, and the leaves of the params.
 
     Raises if they are swapped, or if the order of the transforms does not work.
     """
-    opt_state, params = as_optax_has_them(opt_state, params)
+    opt_state, params = plain_trees(opt_state, params)
     check_state_first(opt_state, params, caller, f"{caller}({names})")
     check_nesting(opt_state, caller)
     return opt_state, params, Leaves.of(params, caller=caller)
@@ -140,7 +140,7 @@ def replace_master_params(
         True
     """
     caller = "replace_master_params"
-    _, new_master = as_optax_has_them(opt_state, new_master)
+    new_master, given = plain_trees(opt_state, new_master)[1], opt_state
     names = "opt_state, params, new_master"
     opt_state, params, leaves = read_arguments(opt_state, params, caller, names)
     if not _states.find_states(opt_state, _storage.MixedPrecisionState):
@@ -165,7 +165,7 @@ def replace_master_params(
         check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
         return new
 
-    return _as_exact(map_masters(replace, opt_state, leaves))
+    return boxed_like(given, _as_exact(map_masters(replace, opt_state, leaves)))
 
 
 def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
@@ -209,7 +209,7 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
         >>> optax_mp.master_params(state, params)["w"].tolist()
         [0.5, 0.5]
     """
-    caller = "follow_params"
+    caller, given = "follow_params", opt_state
     opt_state, params, leaves = read_arguments(opt_state, params, caller)
 
     def follow(i: int, storage: _storage.Storage, old: jax.Array) -> jax.Array | None:
@@ -217,7 +217,7 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
             return None
         return follow_edits(old, put_beside(leaves.values[i], old))
 
-    return _as_exact(map_masters(follow, opt_state, leaves))
+    return boxed_like(given, _as_exact(map_masters(follow, opt_state, leaves)))
 
 
 def map_masters(

@@ -70,41 +70,27 @@ def plain(tree: PyTree, optimizer: Any = None) -> PyTree:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return tree
+    if isinstance(tree, nnx.Optimizer):
+        tree = tree.opt_state
+    tree = params_of(tree, optimizer)
     # Not by `nnx.as_pure`, which Flax 0.12.0, the newest for JAX 0.8, lacks.
-    return jax.tree.map(
-        content_of,
-        _tree_of(tree, optimizer, nnx),
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
+    return jax.tree.map(content_of, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def as_optax_has_them(opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Return state and params as the optimizer inside has them, to make a state of it.
+def params_of(params: PyTree, optimizer: Any) -> PyTree:
+    """Return the params of an `nnx.Module`, in their boxes; other params unchanged."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(params, nnx.Module):
+        return params
+    return nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
 
-    They are plain, but for a state that `tx.init` made of params in NNX's boxes: it has
-    boxes of the same types, and the next step wants these.
+
+def boxed_like(given: PyTree, tree: PyTree) -> PyTree:
+    """Return what was computed of `plain(given)` in the boxes of `given`.
+
+    For an `nnx.Optimizer` it stays without boxes, for `nnx.update`.
     """
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return opt_state, params
-    trees = _tree_of(opt_state, None, nnx), _tree_of(params, opt_state, nnx)
-
-    def is_variable(x: Any) -> bool:
-        return isinstance(x, nnx.Variable)
-
-    of_state, of_params = (
-        {type(x) for x in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(x)}
-        for tree in trees
-    )
-    if of_state and of_state <= of_params:
-        return trees
-    return plain(trees[0]), plain(trees[1])
-
-
-def _tree_of(tree: PyTree, optimizer: Any, nnx: Any) -> PyTree:
-    """Return the state of an `nnx.Optimizer`, or the params of an `nnx.Module`."""
-    if isinstance(tree, nnx.Optimizer):
-        return tree.opt_state
-    if isinstance(tree, nnx.Module):
-        return nnx.state(tree, getattr(optimizer, "wrt", nnx.Param))
-    return tree
+    if nnx is None or isinstance(given, nnx.Optimizer):
+        return tree
+    return jax.tree.unflatten(jax.tree.structure(given), jax.tree.leaves(tree))
