@@ -186,7 +186,7 @@ core/trees/_boxes.py | if nnx is None or isinstance(given, nnx.Optimizer): | if 
 core/trees/_boxes.py | if nnx is None or isinstance(given, nnx.Optimizer): | if nnx is None: | test_nnx.py
 checkpoints/_convert.py | if jax.tree.structure(opt_state) != old: | if True: | test_nnx.py
 checkpoints/_convert.py | if jax.tree.structure(opt_state) != old: | if False: | test_nnx.py
-release/_layers.py | args = grads, opt_state, weights | args = grads, opt_state, jax.tree.map(jnp.zeros_like, weights) | properties/test_release.py
+release/_layers.py | args = grads, opt_state, weights | args = grads, opt_state, jax.tree.map(jnp.zeros_like, weights) | properties/test_released.py
 """
 
 Mutant = tuple[str, str, str, list[str]]
