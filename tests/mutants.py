@@ -182,10 +182,10 @@ averages/_average.py | inner_state = _tree.copy_shared(inner.init(params), param
 averages/_average.py | _dtypes.at_least_float32(weight.dtype), copy=True) | _dtypes.at_least_float32(weight.dtype), copy=False) | properties/test_properties.py
 averages/_average.py | moved: Any = optax.incremental_update(weight, average, 1 - decay) | moved: Any = optax.incremental_update(weight, average, decay * 0.9) | properties/test_properties.py
 averages/_average.py | leaves = Leaves.of(_after(params, changes), caller=_CALLER) | leaves = Leaves.of(params, caller=_CALLER) | properties/test_properties.py
-core/trees/_boxes.py | if nnx is None or isinstance(given, nnx.Optimizer): | if True: | test_nnx.py
-core/trees/_boxes.py | if nnx is None or isinstance(given, nnx.Optimizer): | if nnx is None: | test_nnx.py
-checkpoints/_convert.py | if jax.tree.structure(opt_state) != old: | if True: | test_nnx.py
-checkpoints/_convert.py | if jax.tree.structure(opt_state) != old: | if False: | test_nnx.py
+core/trees/_boxes.py | if is_nnx_optimizer(given): | if True: | test_nnx.py
+core/trees/_boxes.py | if is_nnx_optimizer(given): | if False: | test_nnx.py
+checkpoints/_convert.py | if jax.tree.structure(opt_state) != structure_by(from_tx): | if True: | test_nnx.py
+checkpoints/_convert.py | if jax.tree.structure(opt_state) != structure_by(from_tx): | if False: | test_nnx.py
 release/_layers.py | args = grads, opt_state, weights | args = grads, opt_state, jax.tree.map(jnp.zeros_like, weights) | properties/test_released.py
 """
 

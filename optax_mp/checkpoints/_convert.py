@@ -163,16 +163,17 @@ def _in_boxes(
     `nnx.Optimizer` gives `init` and `update` params without boxes.
     """
     params = _boxes.params_of(params, opt_state)
-    if jax.tree.structure(params) == jax.tree.structure(_boxes.plain(params)):
+    are_plain = jax.tree.structure(params) == jax.tree.structure(_boxes.plain(params))
+    if are_plain or _boxes.is_nnx_optimizer(opt_state):
         return converted
-    with _no_warning_of_cast_params():
-        old, new = (
-            jax.tree.structure(jax.eval_shape(tx.init, params))
-            for tx in (from_tx, to_tx)
-        )
-    if jax.tree.structure(opt_state) != old:
+
+    def structure_by(tx: Any) -> Any:
+        with _no_warning_of_cast_params():
+            return jax.tree.structure(jax.eval_shape(tx.init, params))
+
+    if jax.tree.structure(opt_state) != structure_by(from_tx):
         return converted
-    return jax.tree.unflatten(new, jax.tree.leaves(converted))
+    return jax.tree.unflatten(structure_by(to_tx), jax.tree.leaves(converted))
 
 
 # What a loss scale starts with, by its settings. Its bounds are not among these.

@@ -70,7 +70,7 @@ def plain(tree: PyTree, optimizer: Any = None) -> PyTree:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return tree
-    if isinstance(tree, nnx.Optimizer):
+    if is_nnx_optimizer(tree):
         tree = tree.opt_state
     tree = params_of(tree, optimizer)
     # Not by `nnx.as_pure`, which Flax 0.12.0, the newest for JAX 0.8, lacks.
@@ -85,12 +85,17 @@ def params_of(params: PyTree, optimizer: Any) -> PyTree:
     return nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
 
 
+def is_nnx_optimizer(opt_state: Any) -> bool:
+    """Return whether an `nnx.Optimizer` was given in the place of a state."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(opt_state, nnx.Optimizer)
+
+
 def boxed_like(given: PyTree, tree: PyTree) -> PyTree:
     """Return what was computed of `plain(given)` in the boxes of `given`.
 
     For an `nnx.Optimizer` it stays without boxes, for `nnx.update`.
     """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or isinstance(given, nnx.Optimizer):
+    if is_nnx_optimizer(given):
         return tree
     return jax.tree.unflatten(jax.tree.structure(given), jax.tree.leaves(tree))
