@@ -108,10 +108,11 @@ def read_all() -> dict[str, Record]:
 
 def run_times() -> dict[str, str]:
     """Return in words how long each script runs, as its kept results say."""
-    seconds: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {}
     for found in read_all().values():
-        seconds[found.script] = seconds.get(found.script, 0) + (found.seconds or 0)
-    return ABOUT | {name: in_time(total) for name, total in seconds.items() if total}
+        seconds.setdefault(found.script, []).append(found.seconds or 0)
+    # Of a result in pieces the time may not be known.
+    return ABOUT | {k: in_time(sum(v)) for k, v in seconds.items() if all(v)}
 
 
 def in_time(seconds: float) -> str:
