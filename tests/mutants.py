@@ -1,6 +1,6 @@
 """Which faults the fast tests of a room find: each mutant is one wrong line.
 
-    python tests/mutants.py            # all, on two cores in half an hour
+    python tests/mutants.py            # all, on two cores in ten to thirty minutes
     python tests/mutants.py scaling    # in one room
 
 Each mutant changes a copy of the package, and the fast tests of its room are run until
