@@ -155,7 +155,7 @@ def test_a_state_of_params_in_variables_keeps_them(is_module):
     followed = optax_mp.follow_params(state, given)
     replaced = optax_mp.replace_master_params(state, given, masters)
     converted = optax_mp.convert_opt_state(state, given, MASTERS, to_tx)
-    # Of a state without variables, in which nothing tells that params have them.
+    # A state of `sgd` has no arrays, so only its params are in variables.
     of_sgd = optax_mp.convert_opt_state(sgd.init(first), given, sgd, new.of(sgd))
     for tx, found in (
         (MASTERS, followed),

@@ -251,7 +251,8 @@ class Run:
     def advance(self, text: jax.Array, held_out: jax.Array, until: float) -> None:
         """Train to the end, or until this time, with a checkpoint at each gate."""
         stride = self.settings.steps // (GATES * POINTS)
-        key, began = jax.random.key(self._seed + 1), time.monotonic()
+        key = jax.random.key(self._seed + 1)
+        began = time.monotonic()
         while self.row["steps"] < self.settings.steps and time.time() < until:
             for _ in range(POINTS):
                 first = self.row["steps"]
@@ -330,7 +331,8 @@ def main() -> None:
     until = time.time() + 60 * args.minutes
     task = TASKS[args.task]
     text, held_out = map(jnp.asarray, task.read(task.settings.context))
-    rows, before = [], 0.0
+    rows = []
+    before = 0.0
     for seed in args.seeds:
         for form in args.forms or task.forms:
             run = Run(FORMS[form], task, folder_of(form, args.task, seed), seed)

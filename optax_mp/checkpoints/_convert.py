@@ -100,7 +100,8 @@ def convert_opt_state(
         >>> state.master_params["w"].dtype.name
         'int8'
     """
-    names, given = "opt_state, params, from_tx, to_tx", (opt_state, params)
+    given = opt_state, params
+    names = "opt_state, params, from_tx, to_tx"
     opt_state, params, leaves = _access.read_arguments(
         opt_state, params, _CALLER, names
     )

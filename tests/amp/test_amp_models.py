@@ -63,7 +63,7 @@ def training_of(model, dtype):
 
 
 # How far the mean of the last ten losses may be from float32's. Roundings average out:
-# these runs end within 8e-4. Where losses are bfloat16, they are half a unit off by that.
+# these runs end within 8e-4. Losses in bfloat16 are rounded themselves, by up to this.
 AS_WELL = 2.0**-8
 
 

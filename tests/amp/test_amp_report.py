@@ -66,8 +66,8 @@ def test_equal_operations_of_a_line_are_one_row():
 def test_the_error_of_the_outputs_is_that_of_amp(name):
     fun, arguments, *_ = CASES[name]
     got, want = (compiled(f, *arguments)(*arguments) for f in (amp(fun), fun))
-    # Errors are of the size of roundings, and some of these are other ones where XLA fuses
-    # the two runs otherwise: a third of an error.
+    # An error is a sum of roundings. Where XLA fuses the two runs in different ways, some
+    # of these differ, by less than a third of it.
     found = amp_report(fun, *arguments).error
     np.testing.assert_allclose(found, error(got, want), rtol=0.3, atol=1e-5)
 

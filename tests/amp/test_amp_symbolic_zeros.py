@@ -160,10 +160,8 @@ def run(*case):
     lambda *case: case in RUN_BY_DEFAULT,
 )  # fmt: skip
 def test_gradients_with_symbolic_zeros_are_those_without_amp(name, kinds):
-    assert (
-        error(run(name, kinds, amp), run(name, kinds, lambda fun: fun))
-        < A_FEW_ROUNDINGS
-    )
+    low, full = (run(name, kinds, wrap) for wrap in (amp, lambda fun: fun))
+    assert error(low, full) < A_FEW_ROUNDINGS
 
 
 @pytest.mark.parametrize(("name", "kinds"), CASES)

@@ -66,7 +66,7 @@ def is_refused(form):
     return form.scale is not None or form.on_host
 
 
-# Codes of 16 bits times scales are products that are rounded.
+# Scales times codes of 16 bits are rounded, and JAX 0.8 contracts these products.
 @forms_that(
     lambda form: not is_refused(form) and form.name != "masters, 16 bits",
     lambda form: form.name == "5 bytes",

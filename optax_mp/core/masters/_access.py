@@ -140,7 +140,8 @@ def replace_master_params(
         True
     """
     caller = "replace_master_params"
-    new_master, given = plain_trees(opt_state, new_master)[1], opt_state
+    given = opt_state
+    new_master = plain_trees(opt_state, new_master)[1]
     names = "opt_state, params, new_master"
     opt_state, params, leaves = read_arguments(opt_state, params, caller, names)
     if not _states.find_states(opt_state, _storage.MixedPrecisionState):
@@ -209,7 +210,8 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
         >>> optax_mp.master_params(state, params)["w"].tolist()
         [0.5, 0.5]
     """
-    caller, given = "follow_params", opt_state
+    caller = "follow_params"
+    given = opt_state
     opt_state, params, leaves = read_arguments(opt_state, params, caller)
 
     def follow(i: int, storage: _storage.Storage, old: jax.Array) -> jax.Array | None:

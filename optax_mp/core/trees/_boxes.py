@@ -7,7 +7,8 @@ states a box holds one array, like the param's box. If the array is absent, so i
 box. A module of one array, such as `equinox.nn.Embedding`, passes for a box.
 
 NNX hides its boxes from optax. `plain` does so for functions that take an
-`nnx.Optimizer` or a module, without importing Flax.
+`nnx.Optimizer` or a module, without importing Flax. `boxed_like` undoes it for a state
+that `tx.init` made of params in these boxes.
 """
 
 import sys
